@@ -121,3 +121,127 @@ class RouterConfig(BaseModel):
         2.0, ge=0, description="seconds a request waits for a decode worker to appear before 503"
     )
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
+
+
+class ClusterConfig(BaseModel):
+    """A whole cluster on one machine: what `deltaserve up` starts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Path = Field(Path("models/demo"), description="folder of the model")
+    served_model_name: str = Field("", description="name clients use; empty: the model folder's name")
+    prefill: int = Field(1, ge=0, description="prefill workers; 0: decode workers prefill by themselves")
+    decode: int = Field(1, ge=1, description="decode workers")
+    prefill_tp: int = Field(1, ge=1, description="tensor-parallel size of each prefill worker")
+    decode_tp: int = Field(1, ge=1, description="tensor-parallel size of each decode worker")
+    decode_dcp: int = Field(1, ge=1, description="decode context parallel size; divides decode_tp")
+    host: str = Field("127.0.0.1", description="address the endpoint binds; all else stays on loopback")
+    port: int = Field(8000, ge=0, le=65535, description="port of the endpoint; 0: any free one")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="what the engines run on")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 on CPU, the model's own on CUDA"
+    )
+    max_model_len: int = Field(16384, ge=2, description="longest prompt plus answer, tokens")
+    max_num_seqs: int = Field(8, ge=1, description="requests that one worker runs at once")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="tokens of one engine step")
+    kv_cache_bytes: int = Field(512 << 20, gt=0, description="bytes of the KV and state cache, a rank")
+    segment_bytes: int = Field(512 << 20, gt=0, description="bytes each worker lends to the store")
+    omp_threads: str = Field(
+        "",
+        description="CPU cores of each worker's ranks, vLLM's notation, e.g. 0|1; empty: all cores, split over "
+        "the ranks of one worker and shared by the workers",
+    )
+    placement: Literal["auto", "handover", "local"] = Field(
+        "auto", description="which prompts are handed over; see the router's option of that name"
+    )
+    handover_min_tokens: int = Field(
+        256, ge=2, description="shortest prompt that is handed over under placement auto"
+    )
+    verify: bool = Field(True, description="check every shard before use; off only for negative controls")
+    damage: Literal["none", "flip", "swap"] = Field(
+        "none", description="fault that decode workers inject before a load (negative controls)"
+    )
+    prefill_options: dict[str, object] = Field(
+        default_factory=dict, description="further fields of the prefill workers' configuration, as JSON"
+    )
+    decode_options: dict[str, object] = Field(
+        default_factory=dict, description="further fields of the decode workers' configuration, as JSON"
+    )
+    router_options: dict[str, object] = Field(
+        default_factory=dict, description="further fields of the router's configuration, as JSON"
+    )
+    run_dir: Path | None = Field(
+        None, description="folder for the log files; empty: .deltaserve/run/<time> in the working directory"
+    )
+    start_timeout: float = Field(300.0, gt=0, description="seconds until every process must be ready")
+    stop_timeout: float = Field(
+        6.0, gt=0, le=8, description="seconds processes have to end before they are killed"
+    )
+    max_restarts: int = Field(5, ge=0, description="restarts in a row of one process before it is given up")
+    etcd_binary: str = Field(
+        "", description="etcd to run; empty: the one on PATH or installed by make install"
+    )
+    master_binary: str = Field(
+        "", description="mooncake_master to run; empty: the one beside Python or on PATH"
+    )
+
+
+class VerifyConfig(ClusterConfig):
+    """`deltaserve verify`: the cluster's answers against one aggregated engine with the same weights.
+
+    The inherited fields describe the cluster that is started, and the engine it is compared with.
+    """
+
+    port: int = Field(0, ge=0, le=65535, description="port of the started endpoint; 0: any free one")
+    endpoint: str = Field(
+        "", description="URL of a running cluster; empty: start one, and stop it at the end"
+    )
+    lengths: list[int] = Field(
+        [1, 2, 3, 4, 15, 16, 17, 127, 128, 129, 500, 1000, 3000], description="prompt lengths, tokens"
+    )
+    concurrency: int = Field(8, ge=1, description="prompts of the run that sends several at once")
+    max_tokens: int = Field(16, ge=1, description="tokens generated for each prompt")
+    tolerance: float = Field(1e-3, gt=0, description="largest difference of a chosen token's log-prob, nats")
+    placements: list[Literal["handover", "auto"]] = Field(
+        ["handover", "auto"],
+        description="placements to run under; handover also claims how many tokens come from the store",
+    )
+    damage: Literal["none", "flip", "swap"] = Field(
+        "none",
+        description="negative control; flip: one bit of a stored shard before each load, every one must be found; "
+        "swap: exchange shards with verification off, answers must differ",
+    )
+    quick: bool = Field(False, description="few lengths, greedy only: a check of minutes, not of all")
+    json_file: Path | None = Field(
+        None, description="file that gets the result as JSON", json_schema_extra={"flag": "--json"}
+    )
+
+    def cluster(self, **changes: object) -> ClusterConfig:
+        """The configuration of the cluster to start: the inherited fields, with `changes` laid over them."""
+        own = {name: getattr(self, name) for name in ClusterConfig.model_fields}
+        return ClusterConfig.model_validate({**own, **changes})
+
+
+class DoctorConfig(WorkerConfig):
+    """`deltaserve doctor`: what this machine has, and what a worker of this configuration would use.
+
+    The inherited fields are those of the worker; `role` picks which one.
+    """
+
+    endpoint: str = Field(
+        "", description="host:port of a running worker to ask, instead of building its configuration"
+    )
+    json_file: Path | None = Field(
+        None, description="file that gets the report as JSON", json_schema_extra={"flag": "--json"}
+    )
+
+
+class BoundariesConfig(BaseModel):
+    """`deltaserve boundaries`: what the ledger holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_output: bool = Field(
+        False, description="print one JSON document", json_schema_extra={"flag": "--json"}
+    )
+    etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
