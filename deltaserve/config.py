@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of every role: one typed model each; flags, environment and file give the same fields.
 
-`deltaserve router --port 8000`, `DELTASERVE_ROUTER_PORT=8000` and `port: 8000` in a JSON file under "router" mean the
-same. `deltaserve.cli.options` makes the flags out of these models, so a field exists once. Every address is loopback
-unless somebody says otherwise.
+`deltaserve router --port 8000`, `DELTASERVE_ROUTER_PORT=8000` and `"port": 8000` in a JSON file under "router"
+mean the same. `deltaserve.cli.options` makes the flags out of these models, so a field exists once. Every address
+is loopback unless somebody says otherwise.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class RouterConfig(BaseModel):
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body; longer ones get 413")
     placement: Literal["auto", "handover", "local"] = Field(
         "auto",
-        description="auto: hand over prompts of handover_min_tokens and more; handover: whenever possible; local: never",
+        description="auto: hand over prompts of handover_min_tokens and more; handover: whenever possible; "
+        "local: never",
     )
     handover_min_tokens: int = Field(
         256, ge=2, description="shortest prompt that is handed over under placement auto"
@@ -148,8 +149,8 @@ class ClusterConfig(BaseModel):
     segment_bytes: int = Field(512 << 20, gt=0, description="bytes each worker lends to the store")
     omp_threads: str = Field(
         "",
-        description="CPU cores of each worker's ranks, vLLM's notation, e.g. 0|1; empty: all cores, split over "
-        "the ranks of one worker and shared by the workers",
+        description="CPU cores of each worker's ranks, vLLM's notation, e.g. 0|1; empty: all cores, split over the "
+        "ranks of one worker and shared by the workers",
     )
     placement: Literal["auto", "handover", "local"] = Field(
         "auto", description="which prompts are handed over; see the router's option of that name"
@@ -208,8 +209,8 @@ class VerifyConfig(ClusterConfig):
     )
     damage: Literal["none", "flip", "swap"] = Field(
         "none",
-        description="negative control; flip: one bit of a stored shard before each load, every one must be found; "
-        "swap: exchange shards with verification off, answers must differ",
+        description="negative control; flip: one bit of a stored shard before each load, every one must be "
+        "found; swap: exchange shards with verification off, answers must differ",
     )
     quick: bool = Field(False, description="few lengths, greedy only: a check of minutes, not of all")
     json_file: Path | None = Field(
