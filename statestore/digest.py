@@ -28,6 +28,10 @@ DIGEST_BYTES = 16
 CHUNK_BYTES = 4 << 20
 """A contiguous buffer is hashed in chunks of this size, in parallel; part of the definition of its digest."""
 
+_PARALLEL_BYTES = 256 << 10
+"""Cells whose pieces are smaller on average are hashed on the caller's thread: threads would spend
+their time passing the interpreter lock around."""
+
 _SCAN_BYTES = 256 << 10
 """Numbers are checked in pieces of this size, so that temporaries stay in the cache of the core."""
 
@@ -103,6 +107,9 @@ class Digester:
     def cells(self, buffer: object, cells: Sequence[Pieces]) -> list[bytes]:
         """Digest of each cell of the buffer. Raises ValueError when one lies outside it."""
         view = as_bytes(buffer)
+        pieces = sum(len(cell.nbytes) for cell in cells)
+        if sum(int(cell.nbytes.sum()) for cell in cells) < pieces * _PARALLEL_BYTES:
+            return [digest_pieces(view, cell) for cell in cells]
         return self._map(lambda cell: digest_pieces(view, cell), cells)
 
     def _map(self, function: Callable[[Item], bytes], items: Sequence[Item]) -> list[bytes]:

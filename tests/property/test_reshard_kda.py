@@ -14,7 +14,7 @@ from reshard_cases import DCP_SIZES, TP_SIZES, geometry, kda_pairs
 from reshard_worker import check_kda, replace_ranges
 
 from statestore.geometry import Geometry
-from statestore.reshard import KdaSourceRead, conv_view, kda_read
+from statestore.reshard import KdaSourceRead, conv_view, kda_read, kda_write
 from statestore.reshard.kda import Part
 
 
@@ -117,6 +117,14 @@ def test_property_notices_a_wrong_conv_view(
 
     monkeypatch.setattr("statestore.reshard.kda.conv_view", other)
     with pytest.raises(AssertionError):
+        check_kda(src, dst)
+
+
+def test_property_notices_a_wrong_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that takes the columns one step late stores a speculative column."""
+    src, dst = geometry(tp=2, num_spec=2), geometry(tp=4)
+    monkeypatch.setattr("reshard_worker.kda_write", lambda geom, history: kda_write(geom, history + 1))
+    with pytest.raises(AssertionError, match="convolution state differs"):
         check_kda(src, dst)
 
 

@@ -229,3 +229,31 @@ def test_property_notices_another_geometry(wrong: dict[str, int], monkeypatch: p
     monkeypatch.setattr("reshard_worker.mla_read", other)
     with pytest.raises((AssertionError, IndexError)):
         check_mla(src, dst, start=0, stop=128, packing=Packing())
+
+
+@pytest.mark.parametrize("wrong", [Packing(), Packing(2, 4), Packing(4, 8)])
+def test_property_notices_a_wrong_packing(wrong: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading an object by another packing than it was written with does not pass."""
+    src, dst = geometry(tp=2), geometry(tp=4, dcp=2, interleave=8)
+
+    def other(
+        source: Geometry, target: Geometry, rank: int, start: int, stop: int, *_: Any, **kwargs: Any
+    ) -> object:
+        return mla_read(source, target, rank, start, stop, wrong, **kwargs)
+
+    monkeypatch.setattr("reshard_worker.mla_read", other)
+    with pytest.raises(AssertionError):
+        check_mla(src, dst, start=0, stop=128, packing=Packing(2, 8))
+
+
+def test_property_notices_a_wrong_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that takes the next row of its cache does not pass."""
+    src, dst = geometry(tp=2), geometry(tp=4, dcp=2, interleave=8)
+
+    def other(*args: Any) -> object:
+        shard = mla_shard(*args)
+        return dataclasses.replace(shard, row=(shard.row + 1) % src.block_size)
+
+    monkeypatch.setattr("reshard_worker.mla_shard", other)
+    with pytest.raises(AssertionError, match="MLA rows differ"):
+        check_mla(src, dst, start=0, stop=128, packing=Packing(2, 8))
