@@ -69,10 +69,14 @@ class Add(_message.Message):
     def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ...) -> None: ...
 
 class Publish(_message.Message):
-    __slots__ = ("preferred_segment",)
+    __slots__ = ("preferred_segment", "pack_dcp", "pack_interleave")
     PREFERRED_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    PACK_DCP_FIELD_NUMBER: _ClassVar[int]
+    PACK_INTERLEAVE_FIELD_NUMBER: _ClassVar[int]
     preferred_segment: str
-    def __init__(self, preferred_segment: _Optional[str] = ...) -> None: ...
+    pack_dcp: int
+    pack_interleave: int
+    def __init__(self, preferred_segment: _Optional[str] = ..., pack_dcp: _Optional[int] = ..., pack_interleave: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("boundary", "recompute")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a role's configuration to vLLM's engine arguments. The only place that knows which flag a role needs.
+
+What every role shares: no sampling on the host's side of gRPC, prefix caching in align mode (KDA states are cached at
+block boundaries), explicit sizes (vLLM's own defaults grow a CPU worker past 20 GB), and this project's connector.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from deltaserve.config import WorkerConfig
+
+CONNECTOR = "DeltaserveConnector"
+CONNECTOR_MODULE = "statestore.connector"
+
+
+def connector_config(config: WorkerConfig, worker_id: str, model_digest: str) -> dict[str, Any]:
+    """The `kv_transfer_config` of one worker: what its connector halves read in `kv_connector_extra_config`."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_producer" if config.role == "prefill" else "kv_consumer",
+        # What fails verification is recomputed here, and counted: never served, never an error to the client.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "worker_id": worker_id,
+            "model_digest": model_digest,
+            "role": config.role,
+            "verify": config.verify,
+            "damage": config.damage,
+            "load_timeout": config.load_timeout,
+            "store": config.store.model_dump(mode="json"),
+        },
+    }
+
+
+def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None) -> dict[str, Any]:
+    """vLLM `EngineArgs` of a worker, as keyword arguments.
+
+    `kv_transfer_config` None gives the aggregated engine with otherwise the same settings, against which
+    `deltaserve verify` compares. `config.extra_args` wins over everything, so that an operator can reach any vLLM flag.
+    """
+    args: dict[str, Any] = {
+        "model": str(config.model),
+        "dtype": resolved_dtype(config),
+        "tensor_parallel_size": config.tp,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "prefix_match_unit": config.prefix_match_unit,
+        "seed": 0,
+        "disable_log_stats": True,
+        # A publish names the blocks of the step that ends the prompt; a step scheduled ahead could move them.
+        "async_scheduling": False,
+    }
+    if config.device == "cpu":
+        args["enforce_eager"] = True
+    if config.dcp > 1:
+        args["decode_context_parallel_size"] = config.dcp
+        args["cp_kv_cache_interleave_size"] = config.dcp_interleave
+    if kv_transfer_config is not None:
+        args["kv_transfer_config"] = kv_transfer_config
+    args.update(config.extra_args)
+    return args
+
+
+def resolved_dtype(config: WorkerConfig) -> str:
+    """float32 on the CPU unless told otherwise: there it costs little, and tokens compare exactly."""
+    if config.dtype == "auto":
+        return "float32" if config.device == "cpu" else "auto"
+    return config.dtype
+
+
+def set_environment(config: WorkerConfig) -> None:
+    """Environment that vLLM reads at import; call before the first import of vllm.
+
+    Raises nothing; existing values win, so that an operator can override.
+    """
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        # glibc gives every thread an arena; with Mooncake's threads that alone costs hundreds of MB.
+        "MALLOC_ARENA_MAX": "4",
+    }
+    if config.device == "cpu":
+        # Without it vLLM reserves CPU memory by a share of the machine before kv_cache_memory_bytes is read.
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv_cache_bytes // (1 << 30))))
+        if config.omp_threads:
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = config.omp_threads
+        elif config.tp > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            per_rank = max(1, len(cores) // config.tp)
+            ranks = [cores[i * per_rank : (i + 1) * per_rank] or cores for i in range(config.tp)]
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank)) for rank in ranks)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core's host: one thread that owns vLLM's `EngineCore`, and a queue in front of it.
+
+    other threads ──add / abort / call──▶ queue ──▶ engine thread: drain, step, emit ──▶ on_step(outputs)
+
+The core runs in this process (with TP > 1 its executor starts one process a rank), so a worker costs one copy of vLLM's
+Python. Everything that touches the core happens on its thread: OpenMP teams, and vLLM's own state, are bound to it.
+`on_step` is called on the engine thread, once a step that produced something; it must not block.
+
+Private names of vLLM are used here: `EngineCore` and its `step_fn`, `post_step`, `preprocess_add_request`,
+`batch_queue`, `scheduler`. `check_shape` refuses at start a vLLM in which they changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+SUPPORTED_VLLM = ("0.32.0", "0.33.0")
+
+
+class EngineFailed(RuntimeError):
+    """The engine thread died; the worker cannot serve any more and must restart."""
+
+
+def check_shape(core_class: Any) -> None:
+    """Raise RuntimeError when vLLM's `EngineCore` no longer looks as this host expects."""
+    wanted = ("step", "post_step", "preprocess_add_request", "add_request", "abort_requests", "shutdown")
+    missing = [name for name in wanted if not callable(getattr(core_class, name, None))]
+    parameters = list(inspect.signature(core_class.__init__).parameters)[1:4]
+    if missing or parameters != ["vllm_config", "executor_class", "log_stats"]:
+        raise RuntimeError(
+            f"vllm's EngineCore changed (missing {missing}, parameters {parameters}); "
+            f"deltaserve supports vLLM {' and '.join(SUPPORTED_VLLM)}: install one of them"
+        )
+
+
+class EngineHost:
+    """Owns the engine thread. `start` blocks until the engine is ready or has failed."""
+
+    def __init__(
+        self, vllm_config: Any, on_step: Callable[[list[Any]], None], on_failure: Callable[[str], None]
+    ):
+        self._vllm_config = vllm_config
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._core: Any = None
+        self._stopping = False
+
+    def start(self, timeout: float) -> None:
+        """Start the engine; raises what its construction raised, or TimeoutError after `timeout` seconds."""
+        self._thread.start()
+        self._ready.result(timeout)
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore. Read-only use from other threads, and only of what does not change while it runs."""
+        return self._core
+
+    def add(self, request: Any, on_error: Callable[[str], None]) -> None:
+        """Queue an `EngineCoreRequest`; `on_error(reason)` is called on the engine thread when vLLM refuses it."""
+
+        def run(core: Any) -> None:
+            try:
+                core.add_request(*core.preprocess_add_request(request))
+            except Exception as error:
+                on_error(f"{type(error).__name__}: {error}")
+
+        self._inbox.put(run)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Queue an abort; unknown ids are ignored by vLLM."""
+        self._inbox.put(lambda core: core.abort_requests(request_ids))
+
+    def call(self, function: Callable[[Any], Any]) -> Future[Any]:
+        """Run `function(core)` on the engine thread; the future carries its result or error."""
+        future: Future[Any] = Future()
+
+        def run(core: Any) -> None:
+            try:
+                future.set_result(function(core))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def stop(self, timeout: float) -> bool:
+        """Shut the engine down; False when it did not end within `timeout` seconds."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            from vllm.v1.engine.core import EngineCore
+            from vllm.v1.executor import Executor
+
+            check_shape(EngineCore)
+            core = EngineCore(
+                self._vllm_config,
+                Executor.get_class(self._vllm_config),
+                False,
+                executor_fail_callback=lambda: self._fail("a rank of the executor died"),
+            )
+            self._core = core
+        except BaseException as error:
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(None)
+        try:
+            self._loop(core)
+        except BaseException as error:
+            if not self._stopping:
+                self._fail(f"{type(error).__name__}: {error}")
+                raise
+        finally:
+            core.shutdown()
+
+    def _loop(self, core: Any) -> None:
+        while True:
+            busy = core.scheduler.has_requests() or bool(core.batch_queue)
+            if not self._drain(core, block=not busy):
+                return
+            if not (core.scheduler.has_requests() or core.batch_queue):
+                continue
+            outputs, executed = core.step_fn()
+            produced = [batch for batch in (outputs or {}).values() if batch.outputs]
+            if produced:
+                self._on_step(produced)
+            core.post_step(executed)
+            if not executed:
+                # Only transfers are pending: leave the processor to the threads that carry them.
+                time.sleep(0.001)
+
+    def _drain(self, core: Any, block: bool) -> bool:
+        """Run what is queued; False when the host is stopping."""
+        while True:
+            try:
+                item = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            item(core)
+            block = False
+
+    def _fail(self, reason: str) -> None:
+        if not self._stopping:
+            self._on_failure(reason)

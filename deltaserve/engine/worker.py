@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's process: engine, gRPC server, membership, in the order in which they depend on each other.
+
+Start: check the model ─▶ engine (minutes on large models) ─▶ gRPC server ─▶ register ─▶ `READY address` on stdout.
+`STAGE ...` lines tell the supervisor where it is. Whatever fails ends the process with one `error:` line, exit code 1.
+
+Stop (SIGTERM, SIGINT): leave the register, so that no new work comes ─▶ end the streams, whose jobs are aborted and
+whose boundaries are released ─▶ stop the engine. All within `STOP_SECONDS`; what still hangs then is left to the
+operating system, because a worker that does not end blocks its port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from deltaserve.config import WorkerConfig
+from deltaserve.engine.arguments import connector_config, engine_args, resolved_dtype, set_environment
+from deltaserve.engine.digest import model_digest
+from deltaserve.engine.host import EngineHost
+from deltaserve.engine.role import Job, Role
+from deltaserve.engine.service import WorkerService
+from deltaserve.membership import Member, Membership
+from deltaserve.model_check import require_servable
+from deltaserve.telemetry import configure_logging
+from deltaserve.wire import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 1800.0
+STOP_SECONDS = 4.0
+
+
+@dataclass
+class Parts:
+    """What a role is made of; the role's package supplies them, so that this one imports no other."""
+
+    connector_events: Callable[[str, Callable[..., None] | None], None]
+    """`listen(worker_id, listener)`: hear the connector's scheduler half."""
+    geometry: Callable[[Any, Any, str], Any]
+    """`geometry(vllm_config, kv_cache_config, model_digest)`: the engine's cache."""
+    segments: Callable[[Any], list[str]]
+    """`segments(engine core)`: the Mooncake segment of every rank."""
+    membership: Callable[[WorkerConfig], Membership]
+    build: Callable[[str, Any, Callable[[Job], None]], Any]
+    """`await build(worker_id, geometry, forget)`: the role."""
+
+
+class StartFailed(Exception):
+    """A start that failed for a reason that the operator can act on."""
+
+
+def run(config: WorkerConfig, parts: Parts) -> int:
+    """Run a worker until a signal or a failure; returns the exit code."""
+    configure_logging(config.role)
+    set_environment(config)
+    try:
+        return asyncio.run(_main(config, parts))
+    except (StartFailed, FileNotFoundError, ValueError, ConnectionError, TimeoutError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def stage(text: str) -> None:
+    """Tell the supervisor what this process is doing."""
+    print(f"STAGE {text}", flush=True)
+
+
+async def _main(config: WorkerConfig, parts: Parts) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    outcome = {"code": 0}
+
+    def failed(reason: str) -> None:
+        log.critical("the engine failed: %s", reason)
+        outcome["code"] = 1
+        loop.call_soon_threadsafe(stop.set)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    worker_id = f"{config.role}-{uuid.uuid4().hex[:10]}"
+    require_servable(config.model)
+    digest = model_digest(config.model, resolved_dtype(config))
+    service = WorkerService()
+    parts.connector_events(worker_id, service.on_event)
+    starting = asyncio.ensure_future(_start_engine(config, worker_id, digest, service, failed))
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        os._exit(0)  # asked to stop while loading: nothing is registered, nothing to give back
+    host = starting.result()
+    kv_cache_config = host.core.scheduler.kv_cache_config
+    geometry = parts.geometry(host.core.vllm_config, kv_cache_config, digest)
+    segments = await asyncio.wrap_future(host.call(parts.segments))
+    role: Role = await parts.build(worker_id, geometry, service.forget)
+    service.attach(host, role, _description(config, worker_id, digest, geometry, segments, host))
+    server, address = await _serve(config, service)
+    stage("joining the cluster")
+    membership = parts.membership(config)
+    member = Member(worker_id, config.role, config.advertise or address, digest, geometry.fingerprint(), 0)
+
+    def on_lease(lease: int) -> None:
+        asyncio.ensure_future(role.on_lease(lease))  # noqa: RUF006 - nothing waits for it
+
+    membership.on_lease = on_lease  # type: ignore[attr-defined]
+    joined = await membership.join(member)
+    await role.on_lease(joined.lease)
+    print(f"READY {address}", flush=True)
+    await stopped
+    await _shutdown(service, server, membership, host, role)
+    return outcome["code"]
+
+
+async def _start_engine(
+    config: WorkerConfig, worker_id: str, digest: str, service: WorkerService, failed: Callable[[str], None]
+) -> EngineHost:
+    stage("importing vLLM")
+    began = time.monotonic()
+
+    def start() -> EngineHost:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        args = engine_args(config, connector_config(config, worker_id, digest))
+        vllm_config = AsyncEngineArgs(**args).create_engine_config()
+        stage("loading the model")
+        host = EngineHost(vllm_config, service.on_step, failed)
+        host.start(START_SECONDS)
+        return host
+
+    try:
+        host = await asyncio.to_thread(start)
+    except Exception as error:
+        log.exception("the engine did not start")
+        raise StartFailed(_explain(error, config)) from error
+    log.info("engine ready after %.1f s", time.monotonic() - began)
+    return host
+
+
+def _explain(error: Exception, config: WorkerConfig) -> str:
+    """The operator's view of an engine that did not start."""
+    text = f"{type(error).__name__}: {error}"
+    lowered = text.lower()
+    if "kv cache" in lowered and ("memory" in lowered or "blocks" in lowered or "larger" in lowered):
+        return (
+            f"no memory for the KV cache: {error} Raise --kv-cache-bytes (now {config.kv_cache_bytes}) "
+            f"or lower --max-model-len (now {config.max_model_len})"
+        )
+    if isinstance(error, MemoryError) or "out of memory" in lowered or "can't allocate memory" in lowered:
+        return f"out of memory while starting: {error}. Lower --kv-cache-bytes (now {config.kv_cache_bytes})"
+    return f"the engine did not start: {text}"
+
+
+def _description(
+    config: WorkerConfig, worker_id: str, digest: str, geometry: Any, segments: list[str], host: EngineHost
+) -> pb.WorkerDescription:
+    import vllm
+
+    vllm_config = host.core.vllm_config
+    blocks = vllm_config.cache_config.num_gpu_blocks or 0
+    return pb.WorkerDescription(
+        worker_id=worker_id,
+        role=config.role,
+        model_digest=digest,
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        geometry=geometry.to_json(),
+        segment=",".join(segments),
+        vllm_version=vllm.__version__,
+        kv_cache_tokens=blocks * geometry.block_size * geometry.dcp,
+        capabilities=_capabilities(vllm_config),
+    )
+
+
+def _capabilities(vllm_config: Any) -> str:
+    from deltaserve.doctor.capabilities import report_json
+
+    return report_json(vllm_config)
+
+
+async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str]:
+    import grpc
+
+    from deltaserve.wire.codec import SERVER_OPTIONS
+    from deltaserve.wire.worker_pb2_grpc import add_WorkerServicer_to_server
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_WorkerServicer_to_server(service, server)
+    try:
+        port = server.add_insecure_port(f"{config.host}:{config.port}")
+    except RuntimeError as error:
+        port = 0
+        cause: Exception | None = error
+    else:
+        cause = None
+    if port == 0:
+        raise StartFailed(
+            f"port: {config.host}:{config.port} cannot be bound; is it taken? Choose another with --port, or 0"
+        ) from cause
+    await server.start()
+    return server, f"{config.host}:{port}"
+
+
+async def _shutdown(
+    service: WorkerService, server: Any, membership: Membership, host: EngineHost, role: Role
+) -> None:
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await membership.leave()
+            await service.close()
+            await role.close()
+            await server.stop(0.5)
+            await membership.close()
+            if not await asyncio.to_thread(host.stop, 2.0):
+                log.warning("the engine did not end in time")
+    except TimeoutError:
+        log.warning(
+            "shutdown took longer than %.0f s; leaving the rest to the operating system", STOP_SECONDS
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Mooncake's and OpenMP's threads may not end by themselves; everything that others rely on has been given back.
+    os._exit(0)

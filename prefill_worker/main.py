@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`deltaserve prefill`: a worker that computes prompts and publishes their state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from deltaserve.config import WorkerConfig
+from deltaserve.engine.role import Job, Role
+from deltaserve.engine.worker import run as run_worker
+from statestore.assembly import parts
+from statestore.geometry import Geometry
+
+
+def run(config: WorkerConfig) -> int:
+    """Run a prefill worker until it is told to stop; returns the exit code."""
+
+    async def build(worker_id: str, geometry: Geometry, forget: Callable[[Job], None]) -> Role:
+        from prefill_worker.role import PrefillRole
+        from statestore.etcd_ledger import EtcdLedger
+        from statestore.mooncake_pool import MooncakePool
+
+        # The service's own client removes objects, also while the engine computes; it lends the store no memory.
+        pool = await asyncio.to_thread(MooncakePool, config.store, lend=False)
+        return PrefillRole(config, worker_id, geometry, EtcdLedger(config.etcd), pool, forget)
+
+    return run_worker(config, parts(build))

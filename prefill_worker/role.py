@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishing: from a prompt to a committed boundary. docs/handoff.md has the protocol; this file owns its first half.
+
+Happy path of one request (N prompt tokens):
+
+    Add{publish} ─▶ open: record with every rank pending (ledger, first write; runs beside the compute)
+                 ─▶ engine: N-1 tokens in, one sampled token that nobody reads
+    every rank's report ─▶ commit: every rank's entry in one transaction fenced by this worker's lease (second write)
+                 ─▶ Published{committed} to the router ─▶ ... ─▶ Release from the router: objects, then record, go
+
+Crash path: a rank that fails to write, a lost lease, an unreachable ledger or a deadline end the publish: the objects
+that were written are removed, the record is aborted, the router hears why and computes the prompt elsewhere. An aborted
+request is cleaned up the same way when its ranks have reported. A worker that dies leaves pending or committed records
+behind; the sweeper of another worker removes them with their objects.
+
+Order of removal: objects first, record last. A reader that still holds the record finds objects missing, which is a
+counted miss; the other order would leave objects that nobody knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from deltaserve.config import WorkerConfig
+from deltaserve.engine.role import Job, Refused, Role
+from deltaserve.telemetry import HANDOFF
+from deltaserve.wire import codec
+from deltaserve.wire import worker_pb2 as pb
+from statestore.boundary import BoundaryRecord, Epoch, RankEntry
+from statestore.connector.messages import RankReport
+from statestore.connector.scheduler_half import PARAMS, PublishIntent
+from statestore.geometry import Geometry
+from statestore.ledger import Ledger, LedgerError
+from statestore.objects import Packing
+from statestore.pool import Pool, PoolError
+from statestore.prefix import prefix_hash
+
+log = logging.getLogger(__name__)
+
+
+class PrefillRole(Role):
+    """See the module's description."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        worker_id: str,
+        geometry: Geometry,
+        ledger: Ledger,
+        pool: Pool,
+        forget: Callable[[Job], None],
+    ) -> None:
+        self._config, self._worker_id, self._geometry = config, worker_id, geometry
+        self._ledger, self._pool, self._forget = ledger, pool, forget
+        self._lease = 0
+        self._counter = count(1)
+        self._held: dict[str, BoundaryRecord] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def on_lease(self, lease: int) -> None:
+        self._lease = lease
+
+    # ---- the life of a publish
+
+    async def prepare(self, job: Job) -> Any:
+        add = job.add
+        if add.WhichOneof("handoff") != "publish":
+            raise Refused("a prefill worker takes requests with a publish directive only")
+        prompt = list(add.prompt)
+        length = len(prompt) - 1
+        if length < 1:
+            raise Refused("a prompt of one token has no boundary to publish; send it to a decode worker")
+        packing = Packing(add.publish.pack_dcp or 1, add.publish.pack_interleave or 1)
+        epoch = Epoch(self._lease, next(self._counter))
+        record = BoundaryRecord(
+            id=str(epoch),
+            model_digest=self._geometry.model_digest,
+            prefix_hash=prefix_hash(prompt[:-1], add.cache_salt),
+            length=length,
+            epoch=epoch,
+            owner=self._worker_id,
+            geometry=self._geometry.to_json(),
+            packing_dcp=packing.dcp,
+            packing_interleave=packing.interleave,
+            created=time.time(),
+            state="pending",
+            ranks=tuple(RankEntry(rank=rank, status="pending") for rank in range(self._geometry.tp)),
+        )
+        job.silent = True
+        job.state.update(record=record, keep=True, began=time.monotonic(), cached=0)
+        job.state["open"] = asyncio.ensure_future(self._ledger.open(record))
+        limit = min(add.timeout or self._config.load_timeout * 4, self._config.load_timeout * 4)
+        loop = asyncio.get_running_loop()
+        job.state["deadline"] = loop.call_later(limit, self.on_publish_failed, job, "deadline")
+        request = codec.decode_add(add, job.key)
+        request.prompt_token_ids = prompt[:-1]
+        request.sampling_params = _one_token(
+            PublishIntent(str(epoch), length, add.publish.preferred_segment, packing.dcp, packing.interleave)
+        )
+        return request
+
+    def on_output(self, job: Job, output: Any) -> None:
+        if output.prefill_stats is not None:
+            job.state["cached"] = output.prefill_stats.num_cached_tokens
+
+    def on_end(self, job: Job, reason: str) -> None:
+        if reason == "finished":
+            return
+        job.state["ended"] = reason
+        if reason != "aborted":
+            # The engine refused the request: no rank will ever report.
+            self.on_publish_failed(job, reason)
+
+    def on_written(self, job: Job, reports: list[RankReport]) -> None:
+        """Every rank has reported; commit, or clean up."""
+        if job.state.pop("keep", False):
+            self._spawn(self._settle(job, reports))
+
+    def on_publish_failed(self, job: Job, reason: str) -> None:
+        """No boundary will come of this job."""
+        if job.state.pop("keep", False):
+            self._spawn(self._fail(job, [], reason, "no_publish"))
+
+    async def _settle(self, job: Job, reports: list[RankReport]) -> None:
+        record: BoundaryRecord = job.state["record"]
+        bad = [report for report in reports if report.failure]
+        if bad:
+            await self._fail(job, reports, f"rank {bad[0].rank}: {bad[0].detail}", bad[0].failure)
+            return
+        if "ended" in job.state:
+            await self._fail(job, reports, job.state["ended"], "aborted")
+            return
+        committed = replace(
+            record,
+            state="committed",
+            ranks=tuple(
+                RankEntry(rank=report.rank, status="written", objects=tuple(report.objects))
+                for report in sorted(reports, key=lambda report: report.rank)
+            ),
+        )
+        try:
+            await job.state["open"]
+            await self._ledger.commit(committed)
+        except (LedgerError, ConnectionError, TimeoutError) as error:
+            await self._fail(job, reports, f"{type(error).__name__}: {error}", "ledger")
+            return
+        nbytes = sum(report.nbytes for report in reports)
+        self._held[record.id] = committed
+        self._done(job)
+        HANDOFF.published(nbytes, time.monotonic() - job.state["began"])
+        if "ended" in job.state or job.stream.closed:
+            await self.release([record.id])
+            return
+        job.stream.boundaries.add(record.id)
+        job.stream.send(
+            pb.FromWorker(
+                published=pb.Published(
+                    id=job.add.id,
+                    committed=True,
+                    boundary=record.id,
+                    length=record.length,
+                    bytes=nbytes,
+                    cached_tokens=job.state["cached"],
+                )
+            )
+        )
+
+    async def _fail(self, job: Job, reports: list[RankReport], reason: str, kind: str) -> None:
+        record: BoundaryRecord = job.state["record"]
+        self._done(job)
+        HANDOFF.failed("publish", kind)
+        log.warning("boundary %s of request %s not published: %s", record.id, job.add.request_id, reason)
+        job.stream.send(
+            pb.FromWorker(
+                published=pb.Published(id=job.add.id, committed=False, length=record.length, error=reason)
+            )
+        )
+        await self._remove([entry.key for report in reports for entry in report.objects])
+        try:
+            await job.state["open"]
+            await self._ledger.abort(record.id)
+        except (LedgerError, ConnectionError, TimeoutError) as error:
+            log.warning("record %s stays until it is swept: %s", record.id, error)
+
+    def _done(self, job: Job) -> None:
+        job.state["deadline"].cancel()
+        self._forget(job)
+
+    # ---- release
+
+    async def release(self, boundaries: list[str]) -> None:
+        records = [record for i in boundaries if (record := self._held.pop(i, None)) is not None]
+        await self._remove([entry.key for record in records for entry in record.objects()])
+        for record in records:
+            try:
+                await self._ledger.release(record.id)
+                HANDOFF.released()
+            except (LedgerError, ConnectionError, TimeoutError) as error:
+                log.warning("record %s stays until it is swept: %s", record.id, error)
+
+    async def _remove(self, keys: list[str]) -> None:
+        if not keys:
+            return
+        try:
+            await asyncio.to_thread(self._pool.remove, keys)
+        except PoolError as error:
+            log.warning("%d objects stay until they are swept: %s", len(keys), error)
+
+    async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=2)
+        await self.release(list(self._held))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _one_token(intent: PublishIntent) -> Any:
+    """Sampling of a prefill: one token, that ends the request in the step that computed the prompt."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args={"kv_transfer_params": {PARAMS: intent}},
+    )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's caches, seen as the bytes of stored objects: gather into staging, scatter from it.
+
+vLLM's caches on a rank: a KDA layer has a convolution tensor [blocks, columns, channels] (SD) or [blocks, channels,
+columns] (DS), channels = q | k | v parts of the rank's heads, and a recurrent tensor [blocks, heads, V, K]; an MLA
+layer has [blocks, block_size, latent width]. The objects' order is statestore/objects.py's.
+
+Staging is host memory. All work here is on whole tensors; the copies release the GIL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from statestore.connector.describe import split_groups
+from statestore.geometry import Geometry
+from statestore.objects import head_bytes, local_slots, row_bytes
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CacheView:
+    """The caches of one rank. Block ids are those of the layer's KV cache group."""
+
+    def __init__(self, kv_caches: dict[str, Any], kv_cache_config: Any, geometry: Geometry) -> None:
+        """Raises ValueError naming the layer when a tensor's shape is not what `geometry` says."""
+        self.geometry = geometry
+        kda, mla = split_groups(kv_cache_config)
+        self._kda = [(group, kv_caches[name][0], kv_caches[name][1]) for name, group in kda.values()]
+        self._mla = [(group, kv_caches[name]) for name, group in mla.values()]
+        heads, state = geometry.heads_per_rank, (geometry.head_v, geometry.head_k)
+        for (name, _), (_, conv, recurrent) in zip(kda.values(), self._kda, strict=True):
+            channels = conv.shape[1 if geometry.conv_layout == "DS" else 2]
+            if recurrent.shape[1:] != (heads, *state) or channels != geometry.conv_channels:
+                raise ValueError(
+                    f"cache of {name} has shapes {tuple(conv.shape)}, {tuple(recurrent.shape)}; "
+                    f"expected {geometry.conv_channels} channels and heads {(heads, *state)}"
+                )
+        for (name, _), (_, rows) in zip(mla.values(), self._mla, strict=True):
+            if rows.shape[1:] != (geometry.block_size, geometry.latent_width):
+                raise ValueError(
+                    f"cache of {name} has shape {tuple(rows.shape)}; "
+                    f"expected blocks of {(geometry.block_size, geometry.latent_width)}"
+                )
+
+    # ---- KDA
+
+    def gather_heads(self, blocks: tuple[list[int], ...], out: Bytes) -> None:
+        """All heads of this rank, all KDA layers, from each group's running-state block into `out`."""
+        for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
+            self._head_views(out, self.geometry.heads_per_rank), self._kda, strict=True
+        ):
+            block = blocks[group][0]
+            recurrent.copy_(recurrent_cache[block])
+            for part, source in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
+                part.copy_(source)
+
+    def scatter_heads(self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes) -> None:
+        """Heads [first, first + heads) of this rank from `source` into each group's running-state block.
+
+        Speculative convolution columns are left as they are: they hold nothing before the first verified step.
+        """
+        mine = slice(first, first + heads)
+        for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
+            self._head_views(source, heads), self._kda, strict=True
+        ):
+            block = blocks[group][0]
+            recurrent_cache[block, mine].copy_(recurrent)
+            for part, target in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
+                target[mine].copy_(part)
+
+    def _head_views(self, data: Bytes, heads: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Per KDA layer (recurrent [heads, V, K], convolution parts q, k, v [heads, columns, channels]) over `data`."""
+        g = self.geometry
+        per_head = torch.from_numpy(data).view(heads, head_bytes(g))
+        recurrent_bytes = g.head_v * g.head_k * g.recurrent_bytes
+        views = []
+        at = 0
+        for _ in g.kda_layers:
+            recurrent = per_head[:, at : at + recurrent_bytes].view(_torch_dtype(g.recurrent_dtype))
+            at += recurrent_bytes
+            parts = []
+            for channels in (g.head_k, g.head_k, g.head_v):
+                nbytes = g.conv_columns * channels * g.conv_bytes
+                part = per_head[:, at : at + nbytes].view(_torch_dtype(g.conv_dtype))
+                parts.append(part.unflatten(1, (g.conv_columns, channels)))
+                at += nbytes
+            views.append((recurrent.unflatten(1, (g.head_v, g.head_k)), parts))
+        return views
+
+    def _conv_parts(self, conv: torch.Tensor) -> list[torch.Tensor]:
+        """Views [heads, history columns, channels] of the q, k and v parts of one block's convolution state."""
+        g = self.geometry
+        columns = conv.t() if g.conv_layout == "DS" else conv
+        history = columns[: g.conv_columns]
+        heads = g.heads_per_rank
+        sizes = [heads * g.head_k, heads * g.head_k, heads * g.head_v]
+        return [part.unflatten(1, (heads, -1)).transpose(0, 1) for part in history.split(sizes, dim=1)]
+
+    # ---- MLA
+
+    def gather_rows(self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], out: Bytes) -> None:
+        """Latent rows of `tokens` (all owned by this rank), all MLA layers, token by token into `out`."""
+        views = self._row_views(out, len(tokens))
+        for view, (group, cache) in zip(views, self._mla, strict=True):
+            view.copy_(cache[self._index(blocks[group], tokens)])
+
+    def scatter_rows(
+        self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], source: Bytes
+    ) -> None:
+        """Inverse of `gather_rows`."""
+        views = self._row_views(source, len(tokens))
+        for view, (group, cache) in zip(views, self._mla, strict=True):
+            cache[self._index(blocks[group], tokens)] = view.to(cache.device)
+
+    def _row_views(self, data: Bytes, rows: int) -> list[torch.Tensor]:
+        g = self.geometry
+        per_row = torch.from_numpy(data).view(rows, row_bytes(g))
+        width = g.latent_row_bytes
+        dtype = _torch_dtype(g.kv_cache_dtype) if self._mla[0][1].dtype != torch.uint8 else torch.uint8
+        return [per_row[:, i * width : (i + 1) * width].view(dtype) for i in range(len(g.mla_layers))]
+
+    def _index(self, table: list[int], tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        block, row = local_slots(tokens, self.geometry)
+        ids = np.asarray(table, dtype=np.int64)[block]
+        return torch.from_numpy(ids), torch.from_numpy(row)
+
+    def fence(self) -> Any:
+        """A point in the device's work after which the caches hold this step's state; None on the CPU."""
+        if self._kda[0][1].is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            return event
+        return None
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float8_e4m3": torch.float8_e4m3fn,
+        "float8_e5m2": torch.float8_e5m2,
+    }[name]

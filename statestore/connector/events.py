@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the scheduler half to the worker's service: who listens for a worker's boundary events.
+
+The engine core, and with it the scheduler half, runs in the service's process, but vLLM constructs the half and hands
+it nothing but its configuration. So the service registers a listener under the worker's id before it starts the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Listener = Callable[..., None]
+"""`listener(name, key, *args)`; called on the engine thread, must not block.
+
+    "written"         key, list[RankReport]            every rank reported a publish (with or without failures)
+    "publish_failed"  key, reason                      no rank will write: the request ended before its last chunk
+    "restored"        key, tokens, list[RankReport]    every rank reported a load; tokens: restored, 0 after a failure
+"""
+
+_listeners: dict[str, Listener] = {}
+
+
+def listen(worker_id: str, listener: Listener | None) -> None:
+    """Register (or with None remove) the listener of a worker."""
+    if listener is None:
+        _listeners.pop(worker_id, None)
+    else:
+        _listeners[worker_id] = listener
+
+
+def emit(worker_id: str, name: str, key: str, *args: Any) -> None:
+    """Tell the listener of `worker_id`, if there is one."""
+    listener = _listeners.get(worker_id)
+    if listener is not None:
+        listener(name, key, *args)

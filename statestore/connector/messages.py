@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector's halves tell each other.
+
+scheduler half ──StepMetadata (jobs)──▶ worker half of every rank
+scheduler half ◀──RankReports──────────  worker half of every rank, merged by vLLM over the ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from statestore.boundary import BoundaryRecord, ObjectEntry
+
+
+@dataclass
+class PublishJob:
+    """Write one boundary: every rank its shards."""
+
+    key: str
+    """The request's name in the engine; its blocks stay pinned until every rank has reported."""
+    epoch: str
+    length: int
+    """Tokens whose state the blocks hold, N-1."""
+    blocks: tuple[list[int], ...]
+    """Per KV cache group: the one block with the running state (KDA), or the table (MLA)."""
+    segment: str
+    """Preferred Mooncake segment, or empty."""
+    packing_dcp: int
+    packing_interleave: int
+
+
+@dataclass
+class LoadJob:
+    """Restore one boundary: every rank the shards that it owns."""
+
+    key: str
+    record: BoundaryRecord
+    blocks: tuple[list[int], ...]
+    local_tokens: int
+    """Tokens that this worker's own prefix cache holds: their MLA rows are not read again."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The jobs that start with one engine step."""
+
+    publish: list[PublishJob] = field(default_factory=list)
+    load: list[LoadJob] = field(default_factory=list)
+
+
+@dataclass
+class RankReport:
+    """What one rank did with one job."""
+
+    rank: int
+    objects: list[ObjectEntry] = field(default_factory=list)
+    """Publish: what it wrote."""
+    failure: str = ""
+    """Kind of failure, empty when all went well: the counter's label."""
+    detail: str = ""
+    """The failure in words."""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class RankReports(KVConnectorWorkerMetadata):
+    """Reports of this step: by job key, one a rank."""
+
+    publish: dict[str, list[RankReport]] = field(default_factory=dict)
+    load: dict[str, list[RankReport]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReports:
+        """Merge another rank's reports; vLLM calls it once a further rank."""
+        assert isinstance(other, RankReports)
+        merged = RankReports(
+            {k: list(v) for k, v in self.publish.items()}, {k: list(v) for k, v in self.load.items()}
+        )
+        for key, reports in other.publish.items():
+            merged.publish.setdefault(key, []).extend(reports)
+        for key, reports in other.load.items():
+            merged.load.setdefault(key, []).extend(reports)
+        return merged

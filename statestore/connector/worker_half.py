@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's worker half, one a rank: moves bytes between this rank's caches and the store.
+
+Every job ends with exactly one report, whatever happens in it: the report is what returns the blocks. Jobs run on this
+rank's I/O threads; the engine thread only starts them and collects what has ended. publishing.py and loading.py have
+the work, checks.py what state must pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from deltaserve.config import StoreConfig
+from statestore.connector.cache_view import CacheView
+from statestore.connector.checks import VerificationFailed
+from statestore.connector.describe import geometry_of
+from statestore.connector.loading import Loader
+from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports
+from statestore.connector.publishing import Publisher
+from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable
+
+log = logging.getLogger(__name__)
+
+IO_THREADS = 2
+
+
+class WorkerHalf:
+    """State movement of one rank. `register` connects it; before that no job may start."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, extra: dict[str, Any]) -> None:
+        self._kv_cache_config = kv_cache_config
+        self._geometry = geometry_of(vllm_config, kv_cache_config, extra["model_digest"])
+        self._extra = extra
+        store = StoreConfig.model_validate(extra["store"])
+        ranks = vllm_config.parallel_config.world_size
+        self._store = store.model_copy(update={"segment_bytes": store.segment_bytes // ranks})
+        self._rank = 0
+        self._view: CacheView | None = None
+        self._pool: Pool | None = None
+        self._publisher: Publisher | None = None
+        self._loader: Loader | None = None
+        self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-io")
+        self._lock = threading.Lock()
+        self._reports = RankReports()
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM's cache tensors of this rank, by layer name; connects to the store."""
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        from statestore.mooncake_pool import MooncakePool
+
+        timeout = self._extra["load_timeout"]
+        self._rank = get_tensor_model_parallel_rank()
+        self._view = CacheView(kv_caches, self._kv_cache_config, self._geometry)
+        self._pool = MooncakePool(self._store)
+        self._publisher = Publisher(self._view, self._pool, self._rank, timeout)
+        self._loader = Loader(
+            self._view, self._pool, self._rank, timeout, self._extra["verify"], self._extra["damage"]
+        )
+
+    # ---- engine thread
+
+    def start_publishes(self, jobs: list[PublishJob]) -> None:
+        """Start writing; returns at once."""
+        if not jobs:
+            return
+        assert self._view is not None
+        assert self._publisher is not None
+        fence, publish = self._view.fence(), self._publisher.publish
+
+        def run(job: PublishJob, report: RankReport) -> None:
+            if fence is not None:
+                fence.synchronize()
+            publish(job, report)
+
+        for job in jobs:
+            self._threads.submit(self._run, job, run, self._sent, self._publish_reports)
+
+    def start_loads(self, jobs: list[LoadJob]) -> None:
+        """Start reading; returns at once."""
+        for job in jobs:
+            assert self._loader is not None
+            self._threads.submit(self._run, job, self._loader.load, self._received, self._load_reports)
+
+    def results(self) -> Any:
+        """vLLM's view of what has ended since the last step."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        with self._lock:
+            result = KVConnectorTransferResults(set(self._sent), set(self._received), set(self._failed))
+            for ended in (self._sent, self._received, self._failed):
+                ended.clear()
+        return result
+
+    def take_reports(self) -> RankReports | None:
+        """Reports since the last step; None when there are none."""
+        with self._lock:
+            if not self._reports.publish and not self._reports.load:
+                return None
+            reports, self._reports = self._reports, RankReports()
+        return reports
+
+    def close(self) -> None:
+        """Stop the I/O threads and leave the store."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
+
+    # ---- I/O threads
+
+    def _publish_reports(self) -> dict[str, list[RankReport]]:
+        return self._reports.publish
+
+    def _load_reports(self) -> dict[str, list[RankReport]]:
+        return self._reports.load
+
+    def _run(
+        self,
+        job: Any,
+        work: Callable[[Any, RankReport], None],
+        ended: set[str],
+        reports: Callable[[], dict[str, list[RankReport]]],
+    ) -> None:
+        began = time.monotonic()
+        report = RankReport(self._rank)
+        try:
+            work(job, report)
+        except Exception as error:
+            report.failure, report.detail = failure_kind(error), f"{type(error).__name__}: {error}"
+            log.warning("rank %d, job %s failed (%s): %s", self._rank, job.key, report.failure, report.detail)
+        report.seconds = time.monotonic() - began
+        with self._lock:
+            ended.add(job.key)
+            if report.failure and ended is self._received:
+                self._failed.add(job.key)
+            reports().setdefault(job.key, []).append(report)
+
+
+def failure_kind(error: Exception) -> str:
+    """The label under which a failure is counted."""
+    if isinstance(error, VerificationFailed):
+        return error.kind
+    kinds: list[tuple[type[Exception], str]] = [
+        (PoolMissing, "missing"),
+        (PoolFull, "store_full"),
+        (PoolUnavailable, "store_unavailable"),
+        (TimeoutError, "timeout"),
+    ]
+    return next((name for kind, name in kinds if isinstance(error, kind)), "error")
+
+
+def rank_segment(worker: Any) -> str:
+    """Name of the Mooncake segment that this rank lends; runs in every rank through vLLM's collective RPC."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group()._rank
+    assert half._pool is not None
+    return str(half._pool.segment_name)
