@@ -9,9 +9,9 @@ is loopback unless somebody says otherwise.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["prefill", "decode"]
 """What a worker does: `prefill` computes N-1 prompt tokens and publishes; `decode` restores and generates."""
@@ -91,6 +91,16 @@ class WorkerConfig(BaseModel):
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none")
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
     store: StoreConfig = Field(default_factory=lambda: StoreConfig())
+
+    @model_validator(mode="after")
+    def _dcp_fits(self) -> Self:
+        if self.tp % self.dcp:
+            raise ValueError(f"dcp {self.dcp} does not divide tp {self.tp}; choose a divisor of tp")
+        if self.dcp > 1 and self.role == "prefill":
+            raise ValueError(
+                f"dcp {self.dcp}: decode context parallelism is for the decode role; leave it at 1"
+            )
+        return self
 
 
 class RouterConfig(BaseModel):
@@ -185,6 +195,14 @@ class ClusterConfig(BaseModel):
     master_binary: str = Field(
         "", description="mooncake_master to run; empty: the one beside Python or on PATH"
     )
+
+    @model_validator(mode="after")
+    def _dcp_fits(self) -> Self:
+        if self.decode_tp % self.decode_dcp:
+            raise ValueError(
+                f"decode_dcp {self.decode_dcp} does not divide decode_tp {self.decode_tp}; choose a divisor of it"
+            )
+        return self
 
 
 class VerifyConfig(ClusterConfig):
