@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KDA layers of K3 and of Kimi-Linear on the CPU: vLLM's projections and weights, this package's kernels.
+
+A step's tokens fall into up to three parts, which vLLM's metadata names: requests with a speculative window, requests
+that decode one token, and requests that prefill. Decodes come first in a batch without speculation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+
+from deltaserve.engine.cpu.conv import decode_conv, prefill_conv, speculative_conv
+from deltaserve.engine.cpu.kda import chunk_kda, decode_kda, speculative_kda
+from deltaserve.engine.cpu.vllm_internals import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+    KimiGatedDeltaNetAttention,
+    KimiK3DeltaAttention,
+    is_conv_state_dim_first,
+)
+
+
+class CpuDeltaMetadataBuilder(GDNAttentionMetadataBuilder):
+    """vLLM's request classification without the chunk tables that its GPU kernels want."""
+
+    def _build_chunk_metadata(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
+        return None, None
+
+
+class CpuDeltaBackend(GDNAttentionBackend):
+    """Names the builder; the state's shapes come from the layer."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "KDA_CPU"
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuDeltaMetadataBuilder]:
+        return CpuDeltaMetadataBuilder
+
+
+class _Caches:
+    """The two state tensors of a layer: raw convolution columns [slots, C, W-1+num_spec], recurrent [slots, H, V, K]."""
+
+    def __init__(self, layer: Any) -> None:
+        conv, self.recurrent = layer.kv_cache
+        self.conv: Tensor = conv if is_conv_state_dim_first() else conv.transpose(-1, -2)
+        self.weight: Tensor = layer.conv1d.weight.view(
+            layer.conv1d.weight.size(0), layer.conv1d.weight.size(2)
+        )
+        self.gate = {"a_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.gate_lower_bound}
+        self.heads: int = layer.local_num_heads
+        self.head_dim: int = layer.head_dim
+
+
+def _prefill(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
+    """Requests that prefill, the single-token decodes before them included: all continue from their slot."""
+    cu = m.non_spec_query_start_loc.tolist()
+    slots = m.non_spec_state_indices_tensor[: len(cu) - 1].tolist()
+    has_state = m.has_initial_state[: len(cu) - 1].tolist()
+    y = prefill_conv(qkv, c.weight, c.conv, slots, has_state, cu)
+    q, k, v = y.view(y.shape[0], 3, c.heads, c.head_dim).unbind(1)
+    rows = [n for n in range(len(slots)) if cu[n + 1] > cu[n]]
+    state = torch.zeros(len(cu) - 1, *c.recurrent.shape[1:], dtype=torch.float32)
+    for n in rows:
+        if has_state[n]:
+            state[n] = c.recurrent[slots[n]]
+    chunk_kda(q, k, v, raw_g, raw_beta, **c.gate, cu_seqlens=cu, state=state, out=out)
+    for n in rows:
+        if slots[n] > 0:
+            c.recurrent[slots[n]] = state[n].to(c.recurrent.dtype)
+
+
+def _decode(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
+    slots = m.non_spec_state_indices_tensor[: qkv.shape[0]]
+    y = decode_conv(qkv, c.weight, c.conv, slots)
+    out.copy_(decode_kda(y, raw_g, raw_beta, **c.gate, state_cache=c.recurrent, slots=slots))
+
+
+def _speculate(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
+    cu = m.spec_query_start_loc[: m.num_spec_decodes + 1].tolist()
+    slots = m.spec_state_indices_tensor[: m.num_spec_decodes]
+    accepted = m.num_accepted_tokens
+    y = speculative_conv(qkv, c.weight, c.conv, slots[:, 0], accepted, cu)
+    out.copy_(
+        speculative_kda(
+            y,
+            raw_g,
+            raw_beta,
+            **c.gate,
+            state_cache=c.recurrent,
+            slots=slots,
+            num_accepted=accepted,
+            cu_seqlens=cu,
+        )
+    )
+
+
+def _forward(
+    layer: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
+) -> None:
+    """Run one step: ``mixed_qkv`` [T, 3HD] raw, ``g1`` [1, T, H, D] gate, ``g2`` [T, H, D] output gate, ``beta`` [1, T, H]."""
+    metadata = get_forward_context().attn_metadata
+    if metadata is None or (m := metadata.get(layer.prefix)) is None:
+        return  # a profiling run carries no metadata for recurrent layers
+    if not isinstance(m, GDNAttentionMetadata):
+        raise TypeError(f"{layer.prefix}: expected GDNAttentionMetadata, got {type(m).__name__}")
+    tokens = m.num_actual_tokens
+    qkv, raw_g, raw_beta = mixed_qkv[:tokens], g1[0, :tokens], beta[0, :tokens]
+    out = core_attn_out[0, :tokens]
+    caches = _Caches(layer)
+    others = _prefill if m.num_prefills > 0 else _decode
+    if m.spec_sequence_masks is None:
+        others(caches, m, qkv, raw_g, raw_beta, out)
+    elif m.num_prefills == 0 and m.num_decodes == 0:
+        _speculate(caches, m, qkv, raw_g, raw_beta, out)
+    else:
+        for run, index in ((_speculate, m.spec_token_indx), (others, m.non_spec_token_indx)):
+            part = torch.empty(index.numel(), *out.shape[1:], dtype=out.dtype)
+            run(caches, m, qkv[index], raw_g[index], raw_beta[index], part)
+            out[index] = part
+    core_attn_out.copy_(layer.o_norm(core_attn_out, g2))
+
+
+class CpuK3DeltaAttention(KimiK3DeltaAttention):
+    """K3: full-rank output gate, lower-bounded decay."""
+
+    def get_attn_backend(self) -> type[CpuDeltaBackend]:
+        return CpuDeltaBackend
+
+    def _forward(
+        self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
+    ) -> None:
+        _forward(self, mixed_qkv, g1, g2, beta, core_attn_out)
+
+
+class CpuKimiLinearDeltaAttention(KimiGatedDeltaNetAttention):
+    """Kimi-Linear: low-rank output gate, softplus decay."""
+
+    def get_attn_backend(self) -> type[CpuDeltaBackend]:
+        return CpuDeltaBackend
+
+    def _forward(
+        self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
+    ) -> None:
+        _forward(self, mixed_qkv, g1, g2, beta, core_attn_out)

