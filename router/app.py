@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI server: vLLM's own application over the dispatcher, behind the gateway.
+
+vLLM gives chat completions, completions, responses, messages, models, tokenize and detokenize, with templates, stop
+strings, log-probs, tools and reasoning. What is added or refused before it is in gateway.py.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from deltaserve.config import RouterConfig
+from router import core_client
+from router.dispatcher import Dispatcher
+from router.gateway import Gateway
+
+
+def arguments(config: RouterConfig) -> Namespace:
+    """vLLM's server arguments for this router."""
+    name = config.served_model_name or config.model.resolve().name
+    return core_client.serve_args(
+        [
+            f"--model={config.model}",
+            f"--served-model-name={name}",
+            f"--max-model-len={config.max_model_len}",
+            "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+            "--enable-prompt-tokens-details",
+        ]
+    )
+
+
+class Front:
+    """The application and what is behind it. `open` and `close` frame its life, on the event loop that serves it."""
+
+    def __init__(self, dispatcher: Dispatcher, args: Namespace, vllm_config: Any) -> None:
+        self.dispatcher = dispatcher
+        self._args = args
+        self._vllm_config = vllm_config
+        self._llm: Any = None
+
+    async def open(self) -> Gateway:
+        """Build the application and start the dispatcher."""
+        self.dispatcher.start()
+        self._llm = core_client.make_async_llm(self._vllm_config, self.dispatcher)
+        app = await core_client.make_app(self._llm, self._args)
+        return Gateway(app, self.dispatcher)
+
+    async def close(self) -> None:
+        """End what is in flight and let the workers go. Never raises."""
+        await self.dispatcher.close()
+        if self._llm is not None:
+            self._llm.shutdown()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine request on its way through the cluster: the dispatcher's state of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from router.placement import Placement
+from router.trace import Trace
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+    from router.worker_link import WorkerLink
+
+
+class Stage(Enum):
+    """Where a flight is.
+
+    WAITING ──▶ PREFILL ──▶ DECODE ──▶ ENDED; WAITING ──▶ DECODE without a handover; PREFILL or DECODE ──▶ WAITING when
+    a worker is lost and no other is there.
+    """
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A committed boundary that this router must give back."""
+
+    key: str
+    length: int
+    cached_tokens: int
+    """Of the prompt, found in the prefill worker's own prefix cache."""
+    publisher: WorkerLink
+    session: int
+    """The publisher's stream; the boundary does not outlive it."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """See the module's description. `leg` is the id under which the current worker knows the request."""
+
+    request: EngineCoreRequest
+    sampling: bytes
+    prompt_tokens: int
+    answer_tokens: int
+    """How much of the answer counts as outstanding work."""
+    prompt_logprobs: bool
+    placement: Placement
+    trace: Trace
+    arrival: float
+    """Event loop's time, seconds."""
+    deadline: float
+    stage: Stage = Stage.WAITING
+    leg: int = 0
+    link: WorkerLink | None = None
+    charged: int = 0
+    """Tokens counted in `link.outstanding`."""
+    reserved: WorkerLink | None = None
+    """The decode worker chosen while the prompt is being prefilled elsewhere."""
+    reserved_tokens: int = 0
+    boundary: Boundary | None = None
+    local_reason: str = ""
+    """Set once the handover has been decided against, or has failed."""
+    failed_workers: set[str] = field(default_factory=set)
+    tokens_sent: int = 0
+    any_output: bool = False
+    counted: bool = False
+    """True once its route is in the metrics."""
+    load_failed: bool = False
+    dispatched: float = 0.0
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    """[0] the whole request's deadline; then the stage's own."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def cancel_stage_timer(self) -> None:
+        """Stop the stage's own deadline, if it has one."""
+        while len(self.timers) > 1:
+            self.timers.pop().cancel()

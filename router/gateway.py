@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outermost ASGI application: what must be decided before vLLM's own application sees a request.
+
+    GET /health, GET /deltaserve/requests/{id}     answered here
+    a path that is not served                      404
+    a body longer than max_body_bytes              413 (and what the client still sends is read, up to a bound)
+    a body that takes too long                     408
+    kv_transfer_params that mean nothing here      400
+    no decode worker for worker_wait seconds       503 with Retry-After
+
+Everything else is vLLM's. Errors have the shape of OpenAI's: {"error": {"message", "type", "param", "code"}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
+
+from router.dispatcher import MAX_FLIGHTS, Dispatcher
+from router.placement import InvalidPlacement, parse_override
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+"""Paths whose POST needs a decode worker."""
+SERVED = GENERATING | {
+    "/v1/models",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/version",
+    "/metrics",
+    "/metrics/",
+    "/docs",
+    "/redoc",
+    "/openapi.json",
+}
+"""vLLM's paths that this server offers; its others steer an engine, and there is none here."""
+_RESPONSE = re.compile(r"^/v1/responses/[^/]+(/cancel)?$")
+_TRACE = "/deltaserve/requests/"
+
+BODY_SECONDS = 60.0
+"""How long a client may take to send its body."""
+DRAIN_BODIES = 4
+"""A refused body is read on for so many times the limit, so that the client comes to read the answer."""
+DRAIN_SECONDS = 5.0
+
+
+class _TooLong(Exception):
+    """The body is longer than it may be."""
+
+
+class _Gone(Exception):
+    """The client left while it was sending."""
+
+
+async def answer(
+    send: Send, status: int, content: Any, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    """Send one JSON response."""
+    body = json.dumps(content).encode()
+    base = ((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": [*base, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+class Gateway:
+    """See the module's description."""
+
+    def __init__(self, app: App, dispatcher: Dispatcher) -> None:
+        self._app = app
+        self._dispatcher = dispatcher
+        self._config = dispatcher.config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        if path == "/health" and method in ("GET", "HEAD"):
+            await self._health(send)
+        elif path.startswith(_TRACE) and method == "GET":
+            await self._trace(send, unquote(path[len(_TRACE) :]))
+        elif path not in SERVED and not _RESPONSE.match(path):
+            await self._refuse(send, 404, f"there is no {path} here; GET /openapi.json lists what there is")
+        elif method == "POST":
+            await self._post(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    # ---- answered here
+
+    async def _health(self, send: Send) -> None:
+        report = self._dispatcher.roster.report()
+        reachable = bool(report["roles"]["decode"]["ready"])
+        status = "unavailable" if not reachable else "degraded" if report["missing"] else "ok"
+        content = {
+            "status": status,
+            "model": self._config.served_model_name or self._config.model.resolve().name,
+            "placement": self._config.placement,
+            "in_flight": self._dispatcher.in_flight,
+            **report,
+        }
+        await answer(send, 200 if reachable else 503, content)
+
+    async def _trace(self, send: Send, request_id: str) -> None:
+        trace = self._dispatcher.traces.find(request_id)
+        if trace is None:
+            await self._refuse(send, 404, f"no recent request has the id {request_id!r}")
+        else:
+            await answer(send, 200, trace)
+
+    async def _refuse(
+        self,
+        send: Send,
+        status: int,
+        message: str,
+        param: str | None = None,
+        retry_after: int = 0,
+        close: bool = False,
+    ) -> None:
+        self._dispatcher.metrics.refused.labels(str(status)).inc()
+        headers: list[tuple[bytes, bytes]] = []
+        if retry_after:
+            headers.append((b"retry-after", str(retry_after).encode()))
+        if close:
+            headers.append((b"connection", b"close"))
+        await answer(send, status, error_body(status, message, param), tuple(headers))
+
+    # ---- requests with a body
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._config.max_body_bytes
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._body(scope, receive, limit)
+        except _TooLong:
+            await self._drain(receive, DRAIN_BODIES * limit)
+            message = f"the body is longer than {limit} bytes (--max-body-bytes)"
+            await self._refuse(send, 413, message, close=True)
+            return
+        except _Gone:
+            return
+        except TimeoutError:
+            await self._refuse(send, 408, f"the body did not arrive within {BODY_SECONDS:.0f} s", close=True)
+            return
+        if b"kv_transfer_params" in body:
+            try:
+                _check_override(body)
+            except InvalidPlacement as error:
+                await self._refuse(send, 400, str(error), param="kv_transfer_params")
+                return
+        if scope["path"] in GENERATING:
+            if not await self._dispatcher.roster.wait_decode(self._config.worker_wait):
+                message = "no decode worker is reachable; GET /health says what is missing"
+                await self._refuse(send, 503, message, retry_after=1)
+                return
+            if self._dispatcher.in_flight >= MAX_FLIGHTS:
+                await self._refuse(send, 503, f"{MAX_FLIGHTS} requests are in flight", retry_after=1)
+                return
+        sent = False
+
+        async def replay() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    @staticmethod
+    async def _body(scope: Scope, receive: Receive, limit: int) -> bytes:
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > limit:
+                raise _TooLong
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise _TooLong
+            chunks.append(chunk)
+            if not message.get("more_body"):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @staticmethod
+    async def _drain(receive: Receive, limit: int) -> None:
+        size = 0
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while size <= limit:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
+        except TimeoutError:
+            return
+
+
+def _check_override(body: bytes) -> None:
+    """Raise InvalidPlacement when a request's kv_transfer_params are no placement; bad JSON is vLLM's to refuse."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(document, dict):
+        return
+    parse_override(document.get("kv_transfer_params"))
+    extra = document.get("vllm_xargs")
+    if isinstance(extra, dict) and "kv_transfer_params" in extra:
+        raise InvalidPlacement("vllm_xargs: kv_transfer_params is not accepted there")

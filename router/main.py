@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's process.
+
+Start: check the model folder ─▶ take the port ─▶ import vLLM ─▶ build the application ─▶ join ─▶ serve, and print
+`READY http://host:port` on stdout. `STAGE ...` lines before it tell the supervisor where it is. It is ready without
+workers: /health says what is missing. Whatever fails ends the process with one `error:` line and exit code 1.
+
+Stop (SIGTERM, SIGINT): no new connections ─▶ requests in flight may finish for DRAIN_SECONDS, then end with an error
+─▶ the workers' streams are closed. Within 5 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from deltaserve.config import RouterConfig
+from deltaserve.membership import Membership
+from deltaserve.model_check import ModelError, read_facts
+from deltaserve.telemetry import configure_logging
+
+if TYPE_CHECKING:
+    from router.app import Front
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+DRAIN_SECONDS = 2.0
+"""How long requests in flight may go on after the signal to stop."""
+HTTP_SECONDS = 3
+"""How long connections may take to end, the drain included."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
+
+
+class StartFailed(Exception):
+    """A start that failed for a reason that the operator can act on."""
+
+
+def run(config: RouterConfig, membership: Callable[[], Membership] | None = None) -> int:
+    """Serve until a signal; returns the exit code. `membership` makes the register; None: etcd's."""
+    configure_logging("router")
+    try:
+        _check_model(config)
+        listener = _listen(config.host, config.port)
+    except (StartFailed, ModelError) as error:
+        return _failed(str(error))
+    try:
+        return _serve(config, membership or _etcd(config), listener)
+    except StartFailed as error:
+        return _failed(str(error))
+    finally:
+        listener.close()
+
+
+def _failed(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _stage(text: str) -> None:
+    print(f"STAGE {text}", flush=True)
+
+
+def _etcd(config: RouterConfig) -> Callable[[], Membership]:
+    def make() -> Membership:
+        from deltaserve.etcd import EtcdMembership
+
+        return EtcdMembership(config.etcd)
+
+    return make
+
+
+def _check_model(config: RouterConfig) -> None:
+    """The router needs configuration and tokenizer of a hybrid model, no weights."""
+    folder = config.model
+    if not folder.is_dir():
+        raise StartFailed(
+            f"model {folder}: no such folder; give the folder of a hybrid Kimi model with --model"
+        )
+    read_facts(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise StartFailed(
+            f"model {folder}: has no tokenizer ({' or '.join(TOKENIZERS)}); "
+            "copy the tokenizer's files of the model into the folder"
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by what is accepted
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartFailed(
+            f"port {port}: {host}:{port} cannot be bound ({error.strerror}); free it, or choose another with --port"
+        ) from error
+    return listener
+
+
+def _serve(config: RouterConfig, membership: Callable[[], Membership], listener: socket.socket) -> int:
+    _stage("importing vLLM")
+    try:
+        from router import core_client
+
+        core_client.prepare()
+        core_client.check_shapes()
+        import uvloop
+
+        from router.app import arguments
+
+        _stage("reading the model's configuration")
+        args = arguments(config)
+        vllm_config = core_client.front_config(args)
+    except KeyboardInterrupt:
+        return 0
+    except core_client.VllmChanged as error:
+        raise StartFailed(str(error)) from error
+    except (ValueError, OSError, ImportError) as error:
+        log.debug("start failed", exc_info=True)
+        raise StartFailed(_explain(error, config)) from error
+    uvloop.run(_main(config, membership, listener, args, vllm_config))
+    return 0
+
+
+def _explain(error: Exception, config: RouterConfig) -> str:
+    text = " ".join(str(error).split())
+    if "max_model_len" in text:
+        return f"max_model_len {config.max_model_len}: {text}; lower it with --max-model-len"
+    return f"model {config.model}: {type(error).__name__}: {text}"
+
+
+async def _main(
+    config: RouterConfig,
+    membership: Callable[[], Membership],
+    listener: socket.socket,
+    args: Any,
+    vllm_config: Any,
+) -> None:
+    from router.app import Front
+    from router.dispatcher import Dispatcher
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    register = membership()
+    front = Front(Dispatcher(config, register), args, vllm_config)
+    _stage("joining the cluster")
+    try:
+        application = await front.open()
+        if not stop.is_set():
+            await _http(application, listener, stop, front)
+    finally:
+        await front.close()
+        await register.close()
+
+
+def _make_server(application: Any, announce: Callable[[], None]) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Says when it serves, and leaves the signals to this process."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            announce()
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server(
+        uvicorn.Config(
+            application,
+            log_config=None,
+            access_log=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=HTTP_SECONDS,
+            timeout_keep_alive=30,
+            server_header=False,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+    )
+
+
+async def _http(application: Any, listener: socket.socket, stop: asyncio.Event, front: Front) -> None:
+    def announce() -> None:
+        gc.collect()
+        gc.freeze()
+        host, port = listener.getsockname()[:2]
+        print(f"READY http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+    server = _make_server(application, announce)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    server.should_exit = True
+    log.info("stopping; %d requests are in flight", front.dispatcher.in_flight)
+    drain = asyncio.get_running_loop().call_later(
+        DRAIN_SECONDS, front.dispatcher.end_all, "the router is stopping"
+    )
+    try:
+        await serving
+    finally:
+        drain.cancel()

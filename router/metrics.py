@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's own Prometheus metrics; they share /metrics with those of vLLM's front end."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from router.placement import LOCAL_REASONS
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """Every counter, gauge and histogram, registered once a registry."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.requests = Counter(
+            "deltaserve_router_requests", "Engine requests that ended", ["outcome"], registry=registry
+        )
+        self.handovers = Counter(
+            "deltaserve_router_handovers",
+            "Prompts handed over: a committed boundary reached decode",
+            registry=registry,
+        )
+        self.local_prefills = Counter(
+            "deltaserve_router_local_prefill",
+            "Prompts sent to a decode worker without a boundary, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.load_failures = Counter(
+            "deltaserve_router_load_failures",
+            "Boundaries that a decode worker could not use; it computed the prompt itself",
+            ["failure"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "deltaserve_router_prompt_tokens",
+            "Prompt tokens by where decode got them: store, local (its own prefix cache) or computed",
+            ["source"],
+            registry=registry,
+        )
+        self.tokens = Counter("deltaserve_router_tokens", "Tokens delivered", registry=registry)
+        self.releases = Counter(
+            "deltaserve_router_boundary_releases",
+            "Boundaries given back to their publisher",
+            registry=registry,
+        )
+        self.orphans = Counter(
+            "deltaserve_router_orphan_boundaries",
+            "Boundaries committed after their request had gone, released at once",
+            registry=registry,
+        )
+        self.retries = Counter(
+            "deltaserve_router_decode_retries",
+            "Requests moved to another decode worker",
+            ["reason"],
+            registry=registry,
+        )
+        self.links_lost = Counter(
+            "deltaserve_router_links_lost", "Streams to workers that broke", ["role"], registry=registry
+        )
+        self.refused = Counter(
+            "deltaserve_router_refused",
+            "HTTP requests that the router answered itself",
+            ["status"],
+            registry=registry,
+        )
+        self.in_flight = Gauge("deltaserve_router_in_flight", "Engine requests held now", registry=registry)
+        self.workers = Gauge(
+            "deltaserve_router_workers", "Workers by role and state", ["role", "state"], registry=registry
+        )
+        self.publish_seconds = Histogram(
+            "deltaserve_router_publish_seconds",
+            "From dispatch to a prefill worker to its committed boundary",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        for reason in LOCAL_REASONS:  # so that a rate over a reason exists before its first event
+            self.local_prefills.labels(reason)

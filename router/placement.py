@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a request goes: hand over or prefill on the decode worker, and which worker of a role.
+
+Pure decisions over plain facts; the dispatcher carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar, get_args
+
+Placement = Literal["auto", "handover", "local"]
+
+LocalReason = Literal[
+    "single_token",
+    "prompt_logprobs",
+    "policy",
+    "short_prompt",
+    "no_prefill_worker",
+    "prefill_failed",
+    "prefill_timeout",
+]
+"""Why a prompt is prefilled on its decode worker (label of deltaserve_router_local_prefill_total)."""
+
+LOCAL_REASONS: tuple[str, ...] = get_args(LocalReason)
+
+ANSWER_TOKENS = 512
+"""How much of an answer's limit counts as outstanding work: clients' limits are far above what they get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a decision looks at."""
+
+    prompt_tokens: int
+    prompt_logprobs: bool
+    placement: Placement
+
+
+def local_reason(facts: Facts, handover_min_tokens: int) -> LocalReason | None:
+    """None: hand the prompt over if there is a prefill worker; else why not.
+
+    A single token leaves nothing to hand over (N-1 = 0), and log-probs of the prompt need every one of its tokens
+    computed where they are sampled.
+    """
+    if facts.prompt_tokens < 2:
+        return "single_token"
+    if facts.prompt_logprobs:
+        return "prompt_logprobs"
+    if facts.placement == "local":
+        return "policy"
+    if facts.placement == "auto" and facts.prompt_tokens < handover_min_tokens:
+        return "short_prompt"
+    return None
+
+
+class Loaded(Protocol):
+    """A worker that work can be given to."""
+
+    outstanding: int
+
+    @property
+    def worker_id(self) -> str: ...
+
+
+W = TypeVar("W", bound=Loaded)
+
+
+def least_outstanding(workers: Iterable[W], exclude: Collection[str] = ()) -> W | None:
+    """The worker with the fewest outstanding tokens that is not excluded; ties go to the smaller id."""
+    return min(
+        (w for w in workers if w.worker_id not in exclude),
+        key=lambda w: (w.outstanding, w.worker_id),
+        default=None,
+    )
+
+
+class InvalidPlacement(ValueError):
+    """`kv_transfer_params` of a client that mean nothing here; the message is for the client."""
+
+
+def parse_override(value: Any) -> Placement | None:
+    """The placement that a client's `kv_transfer_params` ask for; None: they ask for nothing.
+
+    Raises InvalidPlacement for anything but {"placement": "auto" | "handover" | "local"}: boundaries are the router's,
+    and a client must never name one.
+    """
+    if value is None or value == {}:
+        return None
+    if not isinstance(value, dict) or set(value) != {"placement"}:
+        raise InvalidPlacement("kv_transfer_params: only the key 'placement' is accepted")
+    if value["placement"] not in get_args(Placement):
+        raise InvalidPlacement("kv_transfer_params.placement: must be 'auto', 'handover' or 'local'")
+    placement: Placement = value["placement"]
+    return placement

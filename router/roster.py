@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers: the register's view of them, and a link to each.
+
+A link lives as long as its worker is in the register, and longer while requests are on it: a worker that drains or
+whose lease lapsed finishes what it holds. When the register cannot be reached, the last view stays in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from deltaserve.config import Role
+from deltaserve.membership import Membership, View
+from router.metrics import Metrics
+from router.worker_link import LinkEvents, WorkerLink
+
+log = logging.getLogger(__name__)
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+WATCH_PAUSE = 1.0
+
+
+class Roster:
+    """Keeps the links in step with the register. `start` and `close` frame its life."""
+
+    def __init__(self, membership: Membership, events: LinkEvents, metrics: Metrics) -> None:
+        self._membership = membership
+        self._events = events
+        self._metrics = metrics
+        self._links: dict[str, WorkerLink] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._decode_up = asyncio.Event()
+        self.view: View | None = None
+        """The last view seen; None: none yet."""
+
+    def start(self) -> None:
+        """Begin to follow the register."""
+        self._task = asyncio.create_task(self._follow(), name="roster")
+
+    async def close(self) -> None:
+        """Stop following, close every link. Never raises."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(
+            *(link.close() for link in self._links.values()), *self._closing, return_exceptions=True
+        )
+        self._links.clear()
+
+    def ready(self, role: Role) -> list[WorkerLink]:
+        """Links of a role that take new requests."""
+        return [link for link in self._links.values() if link.member.role == role and link.ready]
+
+    async def wait_decode(self, timeout: float) -> bool:
+        """True as soon as a decode worker takes requests; False after `timeout` seconds without one."""
+        if self._decode_up.is_set():
+            return True
+        try:
+            await asyncio.wait_for(self._decode_up.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def changed(self) -> None:
+        """Recompute what depends on the links' states; links' owners call it after an up or a down."""
+        if self.ready("decode"):
+            self._decode_up.set()
+        else:
+            self._decode_up.clear()
+        for role in ROLES:
+            links = [link for link in self._links.values() if link.member.role == role]
+            ready = sum(link.ready for link in links)
+            self._metrics.workers.labels(role, "ready").set(ready)
+            self._metrics.workers.labels(role, "away").set(len(links) - ready)
+
+    def retire_idle(self, link: WorkerLink) -> None:
+        """Close a retiring link whose last request has ended."""
+        if (
+            link.retiring
+            and not link.legs
+            and self._links.get(link.worker_id) is link
+            and not self._is_member(link)
+        ):
+            self._drop(link)
+
+    def report(self) -> dict[str, Any]:
+        """Roles and what is missing, for /health."""
+        roles: dict[str, Any] = {}
+        for role in ROLES:
+            links = [link for link in self._links.values() if link.member.role == role]
+            roles[role] = {
+                "members": len(links),
+                "ready": sum(link.ready for link in links),
+                "workers": [self._describe(link) for link in sorted(links, key=lambda each: each.worker_id)],
+            }
+        missing: list[str] = []
+        if self.view is None:
+            missing.append("register: etcd has not been reached yet")
+        elif not self.view.connected:
+            missing.append("register: etcd is away; serving goes on with the workers last seen")
+        if not roles["decode"]["ready"]:
+            missing.append("decode: no decode worker is reachable; requests are answered 503")
+        if not roles["prefill"]["ready"]:
+            missing.append("prefill: no prefill worker is reachable; prompts are prefilled on decode workers")
+        return {"roles": roles, "register": bool(self.view and self.view.connected), "missing": missing}
+
+    @staticmethod
+    def _describe(link: WorkerLink) -> dict[str, Any]:
+        return {
+            "id": link.worker_id,
+            "address": link.member.address,
+            "state": "draining" if link.retiring else "ready" if link.up else "away",
+            "error": "" if link.up else link.error,
+            "requests": len(link.legs),
+            "outstanding_tokens": link.outstanding,
+            "running": link.load.running,
+            "waiting": link.load.waiting,
+            "kv_usage": round(link.load.kv_usage, 4),
+        }
+
+    def _is_member(self, link: WorkerLink) -> bool:
+        return self.view is not None and any(m.worker_id == link.worker_id for m in self.view.members)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for view in self._membership.watch():
+                    self._apply(view)
+                log.error("the register's watch ended; starting it again")
+            except Exception as error:
+                log.error(
+                    "the register's watch failed, starting it again: %s: %s", type(error).__name__, error
+                )
+                if self.view is not None:
+                    self.view = View(self.view.members, connected=False)
+            await asyncio.sleep(WATCH_PAUSE)
+
+    def _apply(self, view: View) -> None:
+        if self.view is None or self.view.connected != view.connected:
+            log.info("register: %s", "connected" if view.connected else "away; the last view stays in force")
+        self.view = view
+        seen = set()
+        for member in view.members:
+            seen.add(member.worker_id)
+            link = self._links.get(member.worker_id)
+            if link is not None and link.member.address != member.address:
+                self._drop(link)
+                link = None
+            if link is None:
+                link = self._links[member.worker_id] = WorkerLink(member, self._events)
+                link.start()
+            link.member = member
+            link.retiring = member.draining
+        for worker_id, link in list(self._links.items()):
+            if worker_id not in seen:
+                link.retiring = True
+                if not link.legs:
+                    self._drop(link)
+        self.changed()
+
+    def _drop(self, link: WorkerLink) -> None:
+        self._links.pop(link.worker_id, None)
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened to recent requests: a bounded ring that `GET /deltaserve/requests/{id}` reads.
+
+A request's own id in the ring is the `id` of the OpenAI response. Several engine requests share one when the client
+asked for n > 1 or sent a list of prompts; the answer then lists them as parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+CAPACITY = 4096
+"""Engine requests remembered, running and ended ones together."""
+
+_PROMPT_INDEX = re.compile(r"^(cmpl-.+)-\d+$")
+
+
+@dataclass(slots=True)
+class Trace:
+    """One engine request. Token counts are of the prompt; times are seconds since its arrival, None: not reached."""
+
+    request_id: str
+    """The `id` of the OpenAI response."""
+    prompt_tokens: int
+    placement: str
+    """The placement asked for: auto, handover or local."""
+    arrival: float
+    """Seconds since the epoch."""
+    route: str = "waiting"
+    """`handover <prefill worker> <decode worker>`, `local <reason> <decode worker>` or what it waits for."""
+    status: str = "running"
+    """running, finished, aborted or error."""
+    finish_reason: str = ""
+    failure: str = ""
+    """Kind of the first thing that went wrong on the way; empty: nothing did."""
+    detail: str = ""
+    """The failure in words."""
+    from_store: int = 0
+    local: int = 0
+    """Prompt tokens found in the decode worker's own prefix cache."""
+    recomputed: int = 0
+    """Prompt tokens that the decode worker computed."""
+    prefill_cached: int = 0
+    """Prompt tokens found in the prefill worker's own prefix cache."""
+    boundary: str = ""
+    boundary_length: int = 0
+    boundary_bytes: int = 0
+    attempts: int = 0
+    """Decode workers tried."""
+    output_tokens: int = 0
+    published_after: float | None = None
+    first_token_after: float | None = None
+    ended_after: float | None = None
+
+
+def response_id(external_id: str) -> str:
+    """The OpenAI response's id for vLLM's external request id (completions append the prompt's index)."""
+    match = _PROMPT_INDEX.match(external_id)
+    return match.group(1) if match else external_id
+
+
+@dataclass
+class TraceRing:
+    """The last `capacity` traces, by response id. Not for other threads than the event loop's."""
+
+    capacity: int = CAPACITY
+    _order: deque[Trace] = field(default_factory=deque)
+    _by_id: dict[str, list[Trace]] = field(default_factory=dict)
+
+    def add(self, trace: Trace) -> None:
+        """Remember a trace; the oldest one goes when the ring is full."""
+        if len(self._order) >= self.capacity:
+            oldest = self._order.popleft()
+            siblings = self._by_id[oldest.request_id]
+            siblings.remove(oldest)
+            if not siblings:
+                del self._by_id[oldest.request_id]
+        self._order.append(trace)
+        self._by_id.setdefault(trace.request_id, []).append(trace)
+
+    def find(self, request_id: str) -> dict[str, Any] | None:
+        """The JSON answer for a response's id, or for the X-Request-Id it was made from; None when unknown.
+
+        The first part's fields, and `parts` with all of them when there are several.
+        """
+        for name in (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}"):
+            traces = self._by_id.get(name)
+            if traces:
+                answer = asdict(traces[0])
+                if len(traces) > 1:
+                    answer["parts"] = [asdict(trace) for trace in traces]
+                return answer
+        return None
+
+    def __len__(self) -> int:
+        return len(self._order)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker, as the router reaches it: a gRPC stream that is kept open for as long as the worker is a member.
+
+Happy path: connect, `Describe`, check that this is the worker that the register names, open `Engine`; messages go out
+through a bounded queue, and every message that comes in is handed to the dispatcher.
+
+Crash path: when the stream breaks (process dead, host gone: seen by gRPC's keep-alive, identity wrong) the dispatcher
+hears `link_down` with the legs that were on it, and the link connects again after a pause that doubles, with jitter.
+The worker has by then aborted those requests and released their boundaries: it does both at a stream's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from deltaserve.membership import Member
+from deltaserve.wire import codec
+from deltaserve.wire import worker_pb2 as pb
+from deltaserve.wire.worker_pb2_grpc import WorkerStub
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+
+    from router.flight import Flight
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_SECONDS = 5.0
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 2.0
+OUTGOING = 8192
+"""Messages that may wait for one worker; more means that it does not read, and the link is reset."""
+
+
+class LinkDown(ConnectionError):
+    """The worker cannot be sent anything now."""
+
+
+class LinkEvents(Protocol):
+    """What a link tells the dispatcher. All methods but `room` must not block."""
+
+    def link_up(self, link: WorkerLink) -> None: ...
+    def link_down(self, link: WorkerLink, legs: list[Flight], reason: str) -> None: ...
+    def step(self, link: WorkerLink, outputs: list[tuple[int, EngineCoreOutput]]) -> None: ...
+    def published(self, link: WorkerLink, message: pb.Published) -> None: ...
+    def loaded(self, link: WorkerLink, message: pb.Loaded) -> None: ...
+    async def room(self) -> None:
+        """Return when the dispatcher wants more; the stream's flow control holds the worker back until then."""
+
+
+class WorkerLink:
+    """See the module's description. `start` and `close` frame its life."""
+
+    def __init__(self, member: Member, events: LinkEvents) -> None:
+        self.member = member
+        self.description = pb.WorkerDescription()
+        self.load = pb.WorkerLoad()
+        self.legs: dict[int, Flight] = {}
+        """Requests on this worker, by the ids they have on the stream."""
+        self.outstanding = 0
+        """Tokens given to this worker and not yet done with."""
+        self.session = 0
+        """Counts the streams; what a worker holds for the router does not outlive the stream."""
+        self.up = False
+        self.retiring = False
+        """True: no longer a member, or draining; gets nothing new."""
+        self.error = "not connected yet"
+        self._events = events
+        self._queue: deque[pb.ToWorker] = deque()
+        self._wake = asyncio.Event()
+        self._call: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def worker_id(self) -> str:
+        return self.member.worker_id
+
+    @property
+    def ready(self) -> bool:
+        """True when new requests may go to this worker."""
+        return self.up and not self.retiring
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._task = asyncio.create_task(self._run(), name=f"link {self.worker_id}")
+
+    async def close(self) -> None:
+        """End the stream, and with it what the worker still does for this router. Never raises."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def send(self, message: pb.ToWorker) -> None:
+        """Queue a message. Raises LinkDown when there is no stream, or the worker does not read it."""
+        if not self.up:
+            raise LinkDown(f"{self.worker_id}: {self.error}")
+        if len(self._queue) >= OUTGOING:
+            self._call.cancel()
+            raise LinkDown(f"{self.worker_id}: it does not read its messages")
+        self._queue.append(message)
+        self._wake.set()
+
+    def abort(self, leg: int) -> None:
+        """Tell the worker that a leg is not wanted any more, if it can be told."""
+        with contextlib.suppress(LinkDown):
+            self.send(pb.ToWorker(abort=pb.Abort(ids=(leg,))))
+
+    def release(self, boundary: str, session: int) -> bool:
+        """Give a boundary back to its publisher; False when the stream it was published on has gone."""
+        if session != self.session:
+            return False
+        try:
+            self.send(pb.ToWorker(release=pb.Release(boundaries=(boundary,))))
+        except LinkDown:
+            return False
+        return True
+
+    # ---- the task
+
+    async def _run(self) -> None:
+        pause = FIRST_PAUSE
+        clock = asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            try:
+                await self._connect()
+                reason = "the worker ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except asyncio.CancelledError:
+                self._lost("the router closed the link")
+                raise
+            except LinkDown as error:
+                reason = str(error)
+            except Exception as error:  # a malformed message: not this worker's stream any more
+                reason = f"{type(error).__name__}: {error}"
+                log.exception("%s: protocol error", self.worker_id)
+            if self.up and clock() - began > LONGEST_PAUSE:
+                pause = FIRST_PAUSE
+            if reason != self.error:
+                log.warning("%s at %s: %s", self.worker_id, self.member.address, reason)
+            self._lost(reason)
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _lost(self, reason: str) -> None:
+        was_up, self.up, self.error = self.up, False, reason
+        self._call = None
+        self._queue.clear()
+        if was_up:
+            legs, self.legs = list(self.legs.values()), {}
+            self._events.link_down(self, legs, reason)
+
+    async def _connect(self) -> None:
+        async with grpc.aio.insecure_channel(self.member.address, options=codec.CHANNEL_OPTIONS) as channel:
+            stub = WorkerStub(channel)
+            description = await stub.Describe(pb.DescribeRequest(), timeout=DESCRIBE_SECONDS)
+            self._check(description)
+            self.description = description
+            call = self._call = stub.Engine()
+            self.session += 1
+            self.up = True
+            log.info("%s at %s: connected", self.worker_id, self.member.address)
+            self._events.link_up(self)
+            writer = asyncio.create_task(self._write(call))
+            try:
+                await self._read(call)
+            finally:
+                writer.cancel()
+
+    def _check(self, description: pb.WorkerDescription) -> None:
+        found = (description.worker_id, description.role, description.model_digest)
+        wanted = (self.member.worker_id, self.member.role, self.member.model_digest)
+        if found != wanted:
+            raise LinkDown(f"at {self.member.address} answers {found}, the register says {wanted}")
+
+    async def _write(self, call: Any) -> None:
+        queue = self._queue
+        try:
+            while True:
+                while queue:
+                    await call.write(queue.popleft())
+                self._wake.clear()
+                await self._wake.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()  # the reader reports why
+
+    async def _read(self, call: Any) -> None:
+        events = self._events
+        while True:
+            message = await call.read()
+            if message is grpc.aio.EOF:
+                # The status tells a clean end from a broken connection.
+                code = await call.code()
+                if code != grpc.StatusCode.OK:
+                    raise LinkDown(f"{code.name}: {await call.details()}")
+                return
+            kind = message.WhichOneof("body")
+            if kind == "step":
+                events.step(self, codec.decode_step(message.step))
+                await events.room()
+            elif kind == "published":
+                events.published(self, message.published)
+            elif kind == "loaded":
+                events.loaded(self, message.loaded)
+            elif kind == "status":
+                self.load = message.status
