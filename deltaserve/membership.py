@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from deltaserve.config import Role
 
@@ -63,8 +64,19 @@ class View:
         return [m for m in self.members if m.role == role and not m.draining]
 
 
+def member_key(worker_id: str) -> str:
+    """Key of a member below the cluster's prefix. Raises ValueError unless the id is `<role>-<random>`."""
+    role, dash, rest = worker_id.partition("-")
+    if role not in get_args(Role) or not dash or not rest or "/" in rest:
+        raise ValueError(f"worker_id: {worker_id!r} is not <role>-<random> with role prefill or decode")
+    return f"members/{role}/{worker_id}"
+
+
 class Membership(ABC):
     """The seam between a role and the cluster's register."""
+
+    on_lease: Callable[[int], Awaitable[None] | None] | None = None
+    """Called with the new lease's id after the member has been registered again; not for the first lease."""
 
     @abstractmethod
     async def join(self, member: Member) -> Member:
