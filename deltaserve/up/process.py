@@ -128,7 +128,7 @@ class Child:
             if kind == "STAGE" and self.state == "starting":
                 self.stage = rest.strip()
             elif kind == "READY" and self.state == "starting":
-                self._ready(rest.strip())
+                self._ready(rest.strip().removeprefix("http://"))
             elif kind == "error:":
                 self.error = rest.strip()
 
