@@ -32,19 +32,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Paths whose POST needs a decode worker."""
-SERVED = GENERATING | {
-    "/v1/models",
-    "/v1/messages/count_tokens",
-    "/tokenize",
-    "/detokenize",
-    "/version",
-    "/metrics",
-    "/metrics/",
-    "/docs",
-    "/redoc",
-    "/openapi.json",
+_READ = ("GET", "HEAD", "OPTIONS")
+_WRITE = ("POST", "OPTIONS")
+SERVED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(GENERATING, _WRITE),
+    **dict.fromkeys(("/v1/messages/count_tokens", "/tokenize", "/detokenize"), _WRITE),
+    **dict.fromkeys(("/v1/models", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"), _READ),
 }
-"""vLLM's paths that this server offers; its others steer an engine, and there is none here."""
+"""What this server offers, with methods; vLLM's other paths steer an engine, and there is none here."""
 _RESPONSE = re.compile(r"^/v1/responses/[^/]+(/cancel)?$")
 _TRACE = "/deltaserve/requests/"
 
@@ -98,6 +93,8 @@ class Gateway:
             await self._trace(send, unquote(path[len(_TRACE) :]))
         elif path not in SERVED and not _RESPONSE.match(path):
             await self._refuse(send, 404, f"there is no {path} here; GET /openapi.json lists what there is")
+        elif path in SERVED and method not in SERVED[path]:
+            await self._refuse(send, 405, f"{path} takes {' or '.join(SERVED[path])}, not {method}")
         elif method == "POST":
             await self._post(scope, receive, send)
         else:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -44,19 +45,27 @@ class StartFailed(Exception):
 
 
 def run(config: RouterConfig, membership: Callable[[], Membership] | None = None) -> int:
-    """Serve until a signal; returns the exit code. `membership` makes the register; None: etcd's."""
+    """Serve until a signal, and end the process; returns 1 when it did not come to serve.
+
+    `membership` makes the register; None: etcd's.
+    """
     configure_logging("router")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the event loop takes it over
     try:
         _check_model(config)
         listener = _listen(config.host, config.port)
     except (StartFailed, ModelError) as error:
         return _failed(str(error))
     try:
-        return _serve(config, membership or _etcd(config), listener)
+        _serve(config, membership or _etcd(config), listener)
     except StartFailed as error:
         return _failed(str(error))
     finally:
         listener.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything has been given back. The interpreter's own end would take seconds, and compiled extensions complain.
+    os._exit(0)
 
 
 def _failed(message: str) -> int:
@@ -108,7 +117,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(config: RouterConfig, membership: Callable[[], Membership], listener: socket.socket) -> int:
+def _serve(config: RouterConfig, membership: Callable[[], Membership], listener: socket.socket) -> None:
     _stage("importing vLLM")
     try:
         from router import core_client
@@ -123,14 +132,13 @@ def _serve(config: RouterConfig, membership: Callable[[], Membership], listener:
         args = arguments(config)
         vllm_config = core_client.front_config(args)
     except KeyboardInterrupt:
-        return 0
+        return
     except core_client.VllmChanged as error:
         raise StartFailed(str(error)) from error
     except (ValueError, OSError, ImportError) as error:
         log.debug("start failed", exc_info=True)
         raise StartFailed(_explain(error, config)) from error
     uvloop.run(_main(config, membership, listener, args, vllm_config))
-    return 0
 
 
 def _explain(error: Exception, config: RouterConfig) -> str:

@@ -14,6 +14,7 @@ class Metrics:
     """Every counter, gauge and histogram, registered once a registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.registry = registry
         self.requests = Counter(
             "deltaserve_router_requests", "Engine requests that ended", ["outcome"], registry=registry
         )

@@ -160,7 +160,7 @@ class WorkerLink:
 
     async def _connect(self) -> None:
         async with grpc.aio.insecure_channel(self.member.address, options=codec.CHANNEL_OPTIONS) as channel:
-            stub = WorkerStub(channel)
+            stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
             description = await stub.Describe(pb.DescribeRequest(), timeout=DESCRIBE_SECONDS)
             self._check(description)
             self.description = description

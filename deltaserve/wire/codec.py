@@ -173,7 +173,7 @@ def encode_error(leg: int) -> pb.Step:
 def decode_step(step: pb.Step) -> list[tuple[int, EngineCoreOutput]]:
     """Inverse of `encode_step`; the outputs' request_id is left empty, for the router to fill in.
 
-    Raises ValueError when the columns do not fit each other.
+    Raises ValueError when the columns do not fit each other, or a finish reason is none that this version knows.
     """
     ids, counts, finish = step.ids, step.counts, step.finish
     tokens = list(step.tokens)
@@ -182,6 +182,8 @@ def decode_step(step: pb.Step) -> list[tuple[int, EngineCoreOutput]]:
         raise ValueError(
             f"step columns differ: {rows} ids, {len(counts)} counts, {len(finish)} finish, {len(tokens)} tokens"
         )
+    if rows and max(finish) >= len(_REASON):
+        raise ValueError(f"step has finish reason {max(finish)}; the largest known is {len(_REASON) - 1}")
     result: list[tuple[int, EngineCoreOutput]] = []
     start = 0
     for leg, count, code in zip(ids, counts, finish, strict=True):
@@ -189,7 +191,9 @@ def decode_step(step: pb.Step) -> list[tuple[int, EngineCoreOutput]]:
         result.append((leg, EngineCoreOutput("", tokens[start:end], finish_reason=_REASON[code])))
         start = end
     if step.rare:
-        for row, extra in _rare_decoder.decode(list(step.rare)):
+        # Arrays are read in place, and torch wants memory that it may write.
+        frames = [step.rare[0], *(bytearray(frame) for frame in step.rare[1:])]
+        for row, extra in _rare_decoder.decode(frames):
             leg, plain = result[row]
             extra.new_token_ids = plain.new_token_ids
             extra.finish_reason = plain.finish_reason
