@@ -18,7 +18,7 @@ from statestore.reshard import KdaSourceRead, conv_view, kda_read, kda_write
 from statestore.reshard.kda import Part
 
 
-@settings(max_examples=500, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kda_pairs())
 def test_any_pair(pair: tuple[Geometry, Geometry, int, int]) -> None:
     src, dst, src_history, dst_history = pair

@@ -33,7 +33,7 @@ from statestore.reshard import (
 )
 
 
-@settings(max_examples=800, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mla_cases())
 def test_any_case(case: dict[str, Any]) -> None:
     check_mla(**case, tally="MLA random")
