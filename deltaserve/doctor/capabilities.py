@@ -163,7 +163,7 @@ def _deferred_mxfp4(config: Any) -> Capability:
     name = "deferred MXFP4 finalization"
     module = "vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe"
     where = f"{module}: TrtLlmMxfp4ExpertsMonolithic"
-    if importlib.util.find_spec(module) is None:
+    if not _has_module(module):
         return _absent(name, where)
     capability = _compute_capability()
     if capability is None or capability[0] != 10:
@@ -229,14 +229,14 @@ def _state_offload(config: Any) -> Capability:
             "kv_transfer_config=None",
         )
     connector = _connector_class(config)
-    pins = hasattr(connector, "bind_gpu_block_pool")
     hybrid = _handles_hybrid_memory(connector)
-    where = f"{connector.__module__}.{connector.__name__}: SupportsHMA={hybrid}, bind_gpu_block_pool={pins}"
+    pins = _pinning_methods(connector)
+    where = f"{connector.__module__}.{connector.__name__}: SupportsHMA={hybrid}, pins by {', '.join(pins) or 'nothing'}"
     if not hybrid:
         return Capability(name, "unavailable", "the connector does not declare SupportsHMA", where)
     if not pins:
         return Capability(
-            name, "unavailable", "the connector cannot pin blocks (no bind_gpu_block_pool)", where
+            name, "unavailable", "the connector cannot keep blocks while they are written", where
         )
     if not _aligned_caching(config):
         return Capability(
@@ -341,8 +341,28 @@ def _handles_hybrid_memory(connector: type[Any]) -> bool:
     return bool(check(connector))
 
 
+def _pinning_methods(connector: type[Any]) -> list[str]:
+    """Methods by which a connector keeps blocks of several cache groups: overridden, not the base class's no-ops."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    names = ("bind_gpu_block_pool", "request_finished_all_groups")
+    return [
+        name
+        for name in names
+        if hasattr(connector, name)
+        and getattr(connector, name) is not getattr(KVConnectorBase_V1, name, None)
+    ]
+
+
 def _refuses_connector_with_replay() -> bool:
     return "--use-replayssm is incompatible with KV connectors" in _source("vllm.config.vllm")
+
+
+def _has_module(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
 
 
 def _source(module: str) -> str:

@@ -18,7 +18,7 @@ from deltaserve.up.errors import ClusterError
 
 OLDEST_34 = (3, 4, 23)
 OLDEST_35 = (3, 5, 3)
-_REMEDY = "install etcd 3.4.23 or at least 3.5.3 (make install does, or --etcd-binary names one)"
+ETCD_REMEDY = "install etcd 3.4.23 or at least 3.5.3 (make install does, or --etcd-binary names one)"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def find_etcd(named: str = "") -> Binary:
         shown = ".".join(map(str, version)) if version else "an unknown version"
         refused.append(f"{path} is {shown}{_why_refused(version)}")
     if refused:
-        raise ClusterError(f"etcd: {'; '.join(refused)}; {_REMEDY}")
-    raise ClusterError(f"etcd: {named or 'no binary'} not found; {_REMEDY}")
+        raise ClusterError(f"etcd: {'; '.join(refused)}; {ETCD_REMEDY}")
+    raise ClusterError(f"etcd: {named or 'no binary'} not found; {ETCD_REMEDY}")
 
 
 def find_master(named: str = "") -> Binary:
