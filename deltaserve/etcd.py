@@ -116,7 +116,9 @@ class EtcdMembership(Membership):
     async def watch(self) -> AsyncIterator[View]:
         """See `Membership.watch`."""
         seen: set[str] = set()
-        async with contextlib.aclosing(watch(self._etcd, f"{self._prefix}/members/")) as states:
+        # Every living worker renews, and so registers again, within a third of the time to live.
+        states = watch(self._etcd, f"{self._prefix}/members/", hold=self._ttl)
+        async with contextlib.aclosing(states):
             async for state in states:
                 members = []
                 for key, kv in sorted(state.items.items()):

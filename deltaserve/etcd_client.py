@@ -20,19 +20,21 @@ import contextlib
 import ipaddress
 import random
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+
+# A private name of the pinned version: its watch service reconnects by itself and may skip events in doing so.
+from etcd3aio._protobuf import WatchCreateRequest, WatchRequest, WatchStub
 from etcd3aio.auth import AuthService
 from etcd3aio.errors import EtcdError, EtcdPermissionDeniedError, EtcdUnauthenticatedError
 from etcd3aio.kv import KVService, prefix_range_end
 from etcd3aio.lease import LeaseService
 from etcd3aio.maintenance import MaintenanceService
-from etcd3aio.watch import WatchService
 
 from deltaserve.config import EtcdConfig
 
@@ -256,11 +258,20 @@ class Etcd:
         """Version of the member that answered, such as 3.4.23."""
         return str((await self._call("status", lambda t: self._maintenance.status(timeout=t))).version)
 
-    def raw_watch(self, prefix: str, start_revision: int) -> Any:
-        """etcd3aio's stream of watch responses; deltaserve.etcd_watch knows how far it can be trusted."""
+    async def raw_watch(self, prefix: str, start_revision: int) -> AsyncGenerator[Any, None]:
+        """Watch responses of one stream, until it ends; deltaserve.etcd_watch knows how far they can be trusted."""
         self._connect()
-        end = prefix_range_end(prefix)
-        return self._services["watch"].watch(prefix, range_end=end, start_revision=start_revision)
+        metadata = (("token", self._token),) if self._token else None
+        stream = self._services["watch"].Watch(metadata=metadata)
+        try:
+            create = WatchCreateRequest(
+                key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=start_revision
+            )
+            await stream.write(WatchRequest(create_request=create))
+            async for response in stream:
+                yield response
+        finally:
+            stream.cancel()
 
     @property
     def closed(self) -> bool:
@@ -300,7 +311,7 @@ class Etcd:
             "lease": LeaseService(self._channel, max_attempts=1),
             "maintenance": MaintenanceService(self._channel, max_attempts=1),
             "auth": AuthService(self._channel, max_attempts=1),
-            "watch": WatchService(self._channel, max_attempts=1, max_reconnect_backoff_seconds=1.0),
+            "watch": WatchStub(self._channel),
         }
 
     async def _authenticate(self, stale: str | None, timeout: float) -> None:
@@ -312,8 +323,9 @@ class Etcd:
                 self.config.user, self.config.password, timeout=timeout
             )
             self._token = str(response.token)
-            for service in self._services.values():
-                service.set_token(self._token)
+            for name, service in self._services.items():
+                if name != "watch":
+                    service.set_token(self._token)
 
     async def _call(self, name: str, make: Callable[[float], Awaitable[T]]) -> T:
         self._connect()
@@ -349,15 +361,15 @@ class Etcd:
                     if await self._renew(used, attempt):
                         continue
                 elif _has_code(error, grpc.StatusCode.NOT_FOUND):
-                    raise EtcdLeaseGone(f"etcd {name}: {_words(error)}") from error
+                    raise EtcdLeaseGone(f"etcd {name}: {words(error)}") from error
                 elif not _is_retried(error):
-                    raise EtcdUnavailable(f"etcd {name}: {_words(error)}") from error
+                    raise EtcdUnavailable(f"etcd {name}: {words(error)}") from error
                 last = error
             remaining = deadline - loop.time()
             if remaining <= pause:
                 raise EtcdUnavailable(
                     f"etcd {name}: no answer from {', '.join(self.config.endpoints)} within "
-                    f"{self.config.timeout:g} s ({_words(last)}); is it running and reachable?"
+                    f"{self.config.timeout:g} s ({words(last)}); is it running and reachable?"
                 ) from last
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause *= 2
@@ -376,7 +388,7 @@ class Etcd:
     def _denied(self, name: str, error: Exception) -> str:
         who = f"user {self.config.user!r}" if self.config.user else "no user (etcd.user is empty)"
         return (
-            f"etcd {name}: refused for {who}: {_words(error)}; check etcd.user and etcd.password and its role"
+            f"etcd {name}: refused for {who}: {words(error)}; check etcd.user and etcd.password and its role"
         )
 
 
@@ -402,7 +414,7 @@ def _open_channel(config: EtcdConfig) -> grpc.aio.Channel:
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.max_receive_message_length", MAX_MESSAGE),
         ("grpc.enable_http_proxy", 0),
@@ -497,7 +509,8 @@ def _has_code(error: Exception, code: grpc.StatusCode) -> bool:
     return isinstance(error, grpc.aio.AioRpcError) and error.code() == code
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
+    """An error in one line; gRPC's own text takes many."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name} {error.details() or ''}".strip()
     return str(error) or type(error).__name__

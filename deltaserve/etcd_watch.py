@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A watch that cannot lose a change: it follows the state of a prefix, not the events.
 
-The stream of watch responses is a hint. It may end, hang after its revision has been compacted, skip events when it
-reconnects, or be silent because nobody answers. So the prefix is listed first, the stream's events are laid over the
+The stream of watch responses is a hint. It may end, be cancelled because its revision has been compacted, or be silent
+because nobody answers. So the prefix is listed first, the stream's events are laid over the
 listing, and the prefix is listed again every `relist` seconds, and at once when the stream ends or reports a
 compaction. Events older than what is known are dropped (by mod_revision), so a late one never undoes a newer one.
 
@@ -16,17 +16,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from deltaserve.etcd_client import Etcd, EtcdUnavailable, KeyValue, Listing, key_value
+from deltaserve.etcd_client import Etcd, EtcdUnavailable, KeyValue, Listing, key_value, words
 
 log = logging.getLogger(__name__)
 
 RELIST = 2.0
-"""Seconds after which the prefix is listed again: what a change that the stream skipped can be late."""
+"""Seconds after which the prefix is listed again: what a change can be late when a stream is silent."""
 
 _PAUSE_MAX = 2.0
 
@@ -41,12 +42,20 @@ class Watched:
     """False: etcd does not answer, and `items` is what was seen last."""
 
 
-async def watch(etcd: Etcd, prefix: str, relist: float = RELIST) -> AsyncGenerator[Watched, None]:
+async def watch(
+    etcd: Etcd, prefix: str, relist: float = RELIST, hold: float = 0.0
+) -> AsyncGenerator[Watched, None]:
     """Yield the state of the prefix now and after each change, for ever; only `aclose` or cancelling ends it.
+
+    `hold`: seconds for which keys stay in the state that vanished while etcd did not answer. Leases end while it is
+    away, through no fault of their owners, who write their keys again as soon as they can.
 
     Raises EtcdUnavailable only when `etcd` has been closed.
     """
-    known: Listing | None = None
+    clock = asyncio.get_running_loop().time
+    known = Listing({}, 0)
+    shown: dict[str, KeyValue] | None = None
+    held = _Held(hold)
     connected = True
     pause = 0.1
     stream: _Stream | None = None
@@ -63,32 +72,30 @@ async def watch(etcd: Etcd, prefix: str, relist: float = RELIST) -> AsyncGenerat
                 if connected:
                     log.warning("watch of %s: %s", prefix, error)
                     connected = False
-                    yield Watched(known.items if known else {}, known.revision if known else 0, False)
+                    shown = held.over(known)
+                    yield Watched(shown, known.revision, False)
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, _PAUSE_MAX)
                 continue
             pause = 0.1
-            if known is not None and listing.revision < known.revision and connected:
-                # A lagging member or a restored etcd. Believe it only when it says so again after a silence.
-                connected = False
-                await asyncio.sleep(random.uniform(0.1, 0.2))
-                continue
-            changed = known is None or not connected or not _same(listing.items, known.items)
-            if changed and stream is not None:
+            if not connected:
+                held.keep(known, listing)
+            elif stream is not None and not _same(listing.items, known.items):
                 # The stream should have told us. It is not to be trusted any more.
                 await stream.close()
                 stream = None
-            known, connected = listing, True
-            if changed:
-                yield Watched(dict(known.items), known.revision, True)
+            known, items = listing, held.over(listing)
+            if shown is None or not connected or not _same(items, shown):
+                connected, shown = True, items
+                yield Watched(items, known.revision, True)
             if stream is None:
                 stream = _Stream(etcd, prefix, known.revision + 1)
-            until = asyncio.get_running_loop().time() + relist
+            until = min(clock() + relist, held.until)
             while (response := await stream.next(until)) is not None:
                 fresh = _laid_over(known, response)
                 if fresh is not None:
-                    known = fresh
-                    yield Watched(dict(known.items), known.revision, True)
+                    known, shown = fresh, held.over(fresh)
+                    yield Watched(shown, known.revision, True)
             if stream.ended:
                 await stream.close()
                 stream = None
@@ -97,6 +104,29 @@ async def watch(etcd: Etcd, prefix: str, relist: float = RELIST) -> AsyncGenerat
     finally:
         if stream is not None:
             await stream.close()
+
+
+class _Held:
+    """Keys that vanished while etcd was away, until their time is over or they come back."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._keys: dict[str, KeyValue] = {}
+        self.until = math.inf
+
+    def keep(self, before: Listing, now: Listing) -> None:
+        """Hold what was there before and is not now, and what is held already."""
+        self._keys = {**self._keys, **before.items}
+        self._keys = {key: kv for key, kv in self._keys.items() if key not in now.items}
+        self.until = asyncio.get_running_loop().time() + self._seconds if self._keys else math.inf
+
+    def over(self, listing: Listing) -> dict[str, KeyValue]:
+        """The listing with the held keys that are not in it."""
+        if asyncio.get_running_loop().time() >= self.until:
+            self._keys, self.until = {}, math.inf
+        for key in listing.items:
+            self._keys.pop(key, None)
+        return {**self._keys, **listing.items}
 
 
 def _same(left: dict[str, KeyValue], right: dict[str, KeyValue]) -> bool:
@@ -130,21 +160,18 @@ class _Stream:
             await self._task
 
     async def _pump(self, etcd: Etcd, prefix: str, start_revision: int) -> None:
-        responses = etcd.raw_watch(prefix, start_revision)
         try:
-            async for response in responses:
-                if response.canceled or response.compact_revision:
-                    log.info(
-                        "watch of %s: cancelled by etcd (%s)", prefix, response.cancel_reason or "compacted"
-                    )
-                    return
-                await self._queue.put(response)
+            async with contextlib.aclosing(etcd.raw_watch(prefix, start_revision)) as responses:
+                async for response in responses:
+                    if response.canceled or response.compact_revision:
+                        why = response.cancel_reason or "compacted"
+                        log.info("watch of %s: cancelled by etcd (%s)", prefix, why)
+                        return
+                    await self._queue.put(response)
         except Exception as error:
-            log.info("watch of %s ended: %s", prefix, error)
+            log.info("watch of %s ended: %s", prefix, words(error))
         finally:
             self._queue.put_nowait(None)
-            with contextlib.suppress(Exception):
-                await responses.aclose()
 
 
 def _laid_over(known: Listing, response: Any) -> Listing | None:

@@ -97,7 +97,11 @@ class Membership(ABC):
 
     @abstractmethod
     def watch(self) -> AsyncIterator[View]:
-        """Yield the view now and after each change, for ever; survives compaction and reconnection."""
+        """Yield the view now and after each change, for ever; survives compaction and reconnection.
+
+        Members whose lease ended while the register was away stay in the view until they have had time to register
+        again.
+        """
 
     @abstractmethod
     async def close(self) -> None:

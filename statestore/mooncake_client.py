@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's Python client and its numbers, and nothing else: no deadlines, no states. See `statestore.mooncake_pool`.
+
+Every method blocks as long as the library does, releases the interpreter lock while it does, and returns the library's
+numbers: bytes or 0 when all went well, a negative code when not. The codes are those of Mooncake 0.3.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from deltaserve.config import StoreConfig
+from statestore.pool import (
+    Bytes,
+    KeyExists,
+    Pieces,
+    PoolError,
+    PoolFull,
+    PoolMissing,
+    PoolUnavailable,
+)
+
+FULL = -200
+PARAMS = -600
+ILLEGAL_CLIENT = -601
+NOT_READY = -703
+MISSING = -704
+EXISTS = -705
+TRANSFER = -800
+
+_WORDS = {
+    -1: "internal error",
+    -101: "no segment",
+    -103: "the master does not know this client",
+    FULL: "no space",
+    -400: "bad key",
+    PARAMS: "bad parameters",
+    ILLEGAL_CLIENT: "belongs to another client",
+    NOT_READY: "being written",
+    MISSING: "no such object",
+    EXISTS: "exists",
+    -706: "leased",
+    -707: "lease expired",
+    -714: "busy",
+    TRANSFER: "transfer failed",
+    -900: "no connection to the master",
+    -901: "the master did not answer in time",
+    -1010: "not possible in this state",
+}
+
+_LATER = {-101, -103, NOT_READY, -706, -707, -714, -1010}
+"""Worth another try soon: a client that registers again, an object that is being finished, a lease that ends."""
+
+_UNREACHABLE = {-900, -901}
+
+
+def describe(code: int) -> str:
+    """A code in words."""
+    return f"{_WORDS.get(code, 'error')}, code {code}"
+
+
+def is_later(code: int) -> bool:
+    """Whether the same call may succeed soon."""
+    return code in _LATER
+
+
+def is_unreachable(code: int) -> bool:
+    """Whether the code says that the master is away."""
+    return code in _UNREACHABLE
+
+
+def error_of(what: str, key: str, code: int) -> PoolError:
+    """The error for a code."""
+    kinds: dict[int, type[PoolError]] = {
+        FULL: PoolFull,
+        MISSING: PoolMissing,
+        NOT_READY: PoolMissing,
+        EXISTS: KeyExists,
+        TRANSFER: PoolUnavailable,
+        -101: PoolUnavailable,
+        -103: PoolUnavailable,
+        -707: PoolUnavailable,
+        -714: PoolUnavailable,
+        -900: PoolUnavailable,
+        -901: PoolUnavailable,
+        -1010: PoolUnavailable,
+    }
+    return kinds.get(code, PoolError)(f"{what} {key}: {describe(code)}", code)
+
+
+class Client:
+    """One client of the store. Nothing but `setup` may be called before it has returned 0, nothing after `close`."""
+
+    def __init__(self) -> None:
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+        self._replicate = ReplicateConfig
+        self._store: Any = MooncakeDistributedStore()
+        self._name = ""
+        self._endpoint = ""
+
+    @property
+    def segment_name(self) -> str:
+        """`name@endpoint` of the memory lent; empty when there is none."""
+        return f"{self._name}@{self._endpoint}" if self._endpoint else ""
+
+    def setup(self, config: StoreConfig, segment_bytes: int) -> int:
+        """Connect, and lend `segment_bytes` (0: none)."""
+        # No buffer of the library's own: every call here is zero-copy.
+        code = self._store.setup(
+            config.hostname,
+            config.metadata,
+            segment_bytes,
+            0,
+            config.protocol,
+            config.rdma_devices,
+            config.master,
+        )
+        if code == 0 and segment_bytes:
+            self._name = str(self._store.get_hostname())
+        return int(code)
+
+    def learn_endpoint(self) -> None:
+        """Find out how replicas name the memory lent: store a few bytes there and look."""
+        if not self._name:
+            return
+        probe = np.ones(64, dtype=np.uint8)
+        key = f"ds/probe/{uuid.uuid4().hex}"
+        if self.register(probe):
+            return
+        try:
+            if self.start(key, probe.nbytes, self._name) == 0:
+                self.write(key, [(0, probe)])
+                self.end(key)
+                found = self.replica(key)
+                if not isinstance(found, int):
+                    self._endpoint = found[1]
+                self.remove([key])
+        finally:
+            self.unregister(probe)
+
+    def register(self, buffer: Bytes) -> int:
+        """Announce memory."""
+        return int(self._store.register_buffer(buffer.ctypes.data, buffer.nbytes))
+
+    def unregister(self, buffer: Bytes) -> int:
+        """Take memory back."""
+        return int(self._store.unregister_buffer(buffer.ctypes.data))
+
+    def start(self, key: str, nbytes: int, preferred_segment: str) -> int:
+        """Begin a put session: reserve the bytes, hard-pinned, one replica."""
+        replicate = self._replicate()
+        replicate.replica_num = 1
+        replicate.with_hard_pin = True
+        replicate.preferred_segment = preferred_segment.partition("@")[0]
+        return int(self._store.batch_put_session_start([key], [nbytes], replicate)[0])
+
+    def write(self, key: str, pieces: Pieces) -> int:
+        """Write ranges inside a put session; returns bytes."""
+        return int(
+            self._store.batch_put_from_multi_buffer_ranges(
+                [key],
+                [[buffer.ctypes.data for _, buffer in pieces]],
+                [[buffer.nbytes for _, buffer in pieces]],
+                [[offset for offset, _ in pieces]],
+            )[0]
+        )
+
+    def end(self, key: str) -> int:
+        """End a put session; the object is readable from here."""
+        return int(self._store.batch_put_session_end([key])[0])
+
+    def revoke(self, key: str) -> int:
+        """End a put session without an object."""
+        return int(self._store.batch_put_session_revoke([key])[0])
+
+    def replica(self, key: str) -> tuple[int, str] | int:
+        """(bytes, endpoint) of the object's replica, or a code."""
+        replicas = self._store.get_replica_desc(key)
+        for replica in replicas:
+            if replica.is_memory_replica():
+                buffer = replica.get_memory_descriptor().buffer_descriptor
+                return int(buffer.size), str(buffer.transport_endpoint)
+        # An empty answer is a missing object as well as a master that is away.
+        code = self.size(key)
+        return code if code < 0 else MISSING
+
+    def read_whole(self, key: str, buffers: Sequence[Bytes]) -> int:
+        """Read an object into buffers that follow one another; returns bytes."""
+        return int(
+            self._store.batch_get_into_multi_buffers(
+                [key],
+                [[buffer.ctypes.data for buffer in buffers]],
+                [[buffer.nbytes for buffer in buffers]],
+                False,
+            )[0]
+        )
+
+    def read_ranges(self, key: str, pieces: Pieces) -> int:
+        """Read ranges; returns bytes, or the code of the first that failed."""
+        results = self._store.get_into_ranges(
+            [buffer.ctypes.data for _, buffer in pieces],
+            [[key]] * len(pieces),
+            [[[0]]] * len(pieces),
+            [[[offset]] for offset, _ in pieces],
+            [[[buffer.nbytes]] for _, buffer in pieces],
+        )
+        counts = [int(count) for of_buffer in results for of_key in of_buffer for count in of_key]
+        return next((count for count in counts if count < 0), sum(counts))
+
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+        return int(self._store.get_size(key))
+
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        """Remove objects whether leased and pinned or not; one code a key."""
+        return [int(code) for code in self._store.batch_remove(list(keys), True)]
+
+    def health(self) -> int:
+        """0: well; 2: the master is out of reach."""
+        return int(self._store.health_check())
+
+    def close(self) -> None:
+        """Leave the store; what is lent goes. Blocks up to 20 s when the master is away."""
+        with contextlib.suppress(Exception):
+            self._store.close()

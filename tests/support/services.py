@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real etcd and Mooncake master processes for tests, on free loopback ports, in temporary folders.
+
+Context managers; `tests/support/fixtures.py` makes pytest fixtures of them. Leaving one kills its process and removes
+its folder, whatever the test did to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from deltaserve.config import EtcdConfig, StoreConfig
+
+START_SECONDS = 15.0
+
+
+def free_port() -> int:
+    """A port below the range for outgoing connections, so that a restarted service finds it free again."""
+    low, high = 10_000, 30_000
+    start = low + (os.getpid() * 7919 + time.monotonic_ns() // 1000) % (high - low)
+    for port in [*range(start, high), *range(low, start)]:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            if port not in _given:
+                _given.add(port)
+                return port
+    raise RuntimeError("no free port")
+
+
+_given: set[int] = set()
+
+
+class Service:
+    """A process that can be killed, stopped (it hangs), continued and started again on the same port and data."""
+
+    def __init__(self, name: str, command: Sequence[str], port: int, folder: Path) -> None:
+        self.name, self.command, self.port, self.folder = name, list(command), port, folder
+        self.process: subprocess.Popen[bytes] | None = None
+        self.health: str | None = None
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return (self.folder / f"{self.name}.log").read_text(errors="replace")
+
+    def start(self) -> None:
+        """Start and wait until it is ready: its port is open, and `health`, where it has one, says so."""
+        with open(self.folder / f"{self.name}.log", "ab") as output:
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, cwd=self.folder)
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.port), 0.5).close()
+                if self._healthy():
+                    return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} did not start:\n{self.log[-2000:]}")
+            time.sleep(0.02)
+
+    def _healthy(self) -> bool:
+        if self.health is None:
+            return True
+        # A certificate of the test's own; who answers is not in doubt on a port that this process has just taken.
+        trust = ssl.create_default_context()
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+        try:
+            with urllib.request.urlopen(self.health, timeout=1, context=trust) as answer:
+                return b'"true"' in answer.read()
+        except (OSError, TimeoutError):
+            return False
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def hang(self) -> None:
+        """Stop it: connections stay open, nobody answers."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _service(name: str, command: Callable[[int, Path], Sequence[str]], health: str = "") -> Iterator[Service]:
+    folder = Path(tempfile.mkdtemp(prefix=f"deltaserve-{name}-"))
+    port = free_port()
+    service = Service(name, command(port, folder), port, folder)
+    service.health = health.format(port=port) or None
+    try:
+        service.start()
+        yield service
+    finally:
+        service.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class EtcdService:
+    """A single etcd."""
+
+    def __init__(self, service: Service, scheme: str) -> None:
+        self.service, self.scheme = service, scheme
+
+    @property
+    def endpoint(self) -> str:
+        """host:port."""
+        return f"127.0.0.1:{self.service.port}"
+
+    def config(self, prefix: str, **changes: object) -> EtcdConfig:
+        """A configuration for it."""
+        values: dict[str, object] = {
+            "endpoints": [self.endpoint],
+            "prefix": prefix,
+            "timeout": 2.0,
+            "lease_ttl": 2,
+        }
+        return EtcdConfig.model_validate({**values, **changes})
+
+
+@contextlib.contextmanager
+def etcd(extra: Sequence[str] = (), scheme: str = "http") -> Iterator[EtcdService]:
+    """One etcd with its data in a temporary folder; `scheme` https needs certificates in `extra`."""
+
+    def command(port: int, folder: Path) -> list[str]:
+        peer = free_port()
+        client_url = f"{scheme}://127.0.0.1:{port}"
+        return [
+            _find("etcd"),
+            "--name=test",
+            f"--data-dir={folder / 'data'}",
+            f"--listen-client-urls={client_url}",
+            f"--advertise-client-urls={client_url}",
+            f"--listen-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-cluster=test=http://127.0.0.1:{peer}",
+            "--logger=zap",
+            "--log-level=warn",
+            # Tests do not outlive the machine.
+            "--unsafe-no-fsync",
+            *extra,
+        ]
+
+    with _service("etcd", command, f"{scheme}://127.0.0.1:{{port}}/health") as service:
+        yield EtcdService(service, scheme)
+
+
+class MasterService:
+    """A Mooncake master without HA."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"127.0.0.1:{self.service.port}"
+
+    def config(self, **changes: object) -> StoreConfig:
+        """A configuration of a client."""
+        values: dict[str, object] = {"master": self.address, "segment_bytes": 64 << 20, "timeout": 5.0}
+        return StoreConfig.model_validate({**values, **changes})
+
+
+@contextlib.contextmanager
+def mooncake_master() -> Iterator[MasterService]:
+    """One master; clients that are silent for 5 s are dead."""
+
+    def command(port: int, folder: Path) -> list[str]:
+        return [
+            _find("mooncake_master"),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={free_port()}",
+            "--default_kv_lease_ttl=1000",
+            "--client_ttl=5",
+            "--logtostderr",
+        ]
+
+    with _service("master", command) as service:
+        yield MasterService(service)
+
+
+def _find(program: str) -> str:
+    beside = Path(sys.executable).parent / program
+    found = str(beside) if beside.exists() else shutil.which(program)
+    if found is None:
+        raise RuntimeError(f"{program} is not installed; run make install")
+    return found
