@@ -24,6 +24,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from router.errors import error_body
+
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
@@ -214,12 +216,23 @@ def serve_args(argv: list[str]) -> Namespace:
     return args
 
 
+async def _http_error(request: Any, error: Any) -> Any:
+    """The framework's errors in OpenAI's shape."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(
+        error_body(error.status_code, str(error.detail)), error.status_code, headers=error.headers
+    )
+
+
 async def make_app(llm: Any, args: Namespace) -> Any:
     """vLLM's FastAPI application over `llm`."""
+    from starlette.exceptions import HTTPException
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
+    app.add_exception_handler(HTTPException, _http_error)  # vLLM's own handler sees only FastAPI's subclass
     await init_app_state(llm, app.state, args, tasks)
     return app

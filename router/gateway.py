@@ -7,6 +7,7 @@
     a body that takes too long                     408
     kv_transfer_params that mean nothing here      400
     no decode worker for worker_wait seconds       503 with Retry-After
+    a stream that ends with an error               the error is its last event, without a [DONE]
 
 Everything else is vLLM's. Errors have the shape of OpenAI's: {"error": {"message", "type", "param", "code"}}.
 """
@@ -17,11 +18,11 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
 from router.dispatcher import MAX_FLIGHTS, Dispatcher
+from router.errors import error_body
 from router.placement import InvalidPlacement, parse_override
 
 Scope = MutableMapping[str, Any]
@@ -68,10 +69,20 @@ async def answer(
     await send({"type": "http.response.body", "body": body})
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+def _no_done_after_error(send: Send) -> Send:
+    """Hold back the `[DONE]` that vLLM's streams send after an error event: a client must not take it for success."""
+    failed = False
+
+    async def guarded(message: Message) -> None:
+        nonlocal failed
+        body = message.get("body", b"")
+        if body.startswith(b'data: {"error"'):
+            failed = True
+        elif failed and body == b"data: [DONE]\n\n":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return guarded
 
 
 class Gateway:
@@ -179,7 +190,7 @@ class Gateway:
             sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, replay, send)
+        await self._app(scope, replay, _no_done_after_error(send) if b'"stream"' in body else send)
 
     @staticmethod
     async def _body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The JSON body of an error; its type is the status in words, as vLLM names it: BadRequestError, NotFoundError."""
+    kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
