@@ -23,7 +23,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -32,7 +31,7 @@ from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.telemetry import HANDOFF
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
-from statestore.boundary import BoundaryRecord, Epoch, RankEntry
+from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
 from statestore.connector.messages import RankReport
 from statestore.connector.scheduler_half import PARAMS, PublishIntent
 from statestore.geometry import Geometry
@@ -78,10 +77,11 @@ class PrefillRole(Role):
             raise Refused("a prompt of one token has no boundary to publish; send it to a decode worker")
         packing = Packing(add.publish.pack_dcp or 1, add.publish.pack_interleave or 1)
         epoch = Epoch(self._lease, next(self._counter))
+        model, prefix = self._geometry.model_digest, prefix_hash(prompt[:-1], add.cache_salt)
         record = BoundaryRecord(
-            id=str(epoch),
-            model_digest=self._geometry.model_digest,
-            prefix_hash=prefix_hash(prompt[:-1], add.cache_salt),
+            id=boundary_id(model, prefix, epoch),
+            model_digest=model,
+            prefix_hash=prefix,
             length=length,
             epoch=epoch,
             owner=self._worker_id,
@@ -101,7 +101,7 @@ class PrefillRole(Role):
         request = codec.decode_add(add, job.key)
         request.prompt_token_ids = prompt[:-1]
         request.sampling_params = _one_token(
-            PublishIntent(str(epoch), length, add.publish.preferred_segment, packing.dcp, packing.interleave)
+            PublishIntent(epoch, length, add.publish.preferred_segment, packing.dcp, packing.interleave)
         )
         return request
 
@@ -136,18 +136,14 @@ class PrefillRole(Role):
         if "ended" in job.state:
             await self._fail(job, reports, job.state["ended"], "aborted")
             return
-        committed = replace(
-            record,
-            state="committed",
-            ranks=tuple(
+        try:
+            committed = record.committed(
                 RankEntry(rank=report.rank, status="written", objects=tuple(report.objects))
                 for report in sorted(reports, key=lambda report: report.rank)
-            ),
-        )
-        try:
+            )
             await job.state["open"]
             await self._ledger.commit(committed)
-        except (LedgerError, ConnectionError, TimeoutError) as error:
+        except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
             await self._fail(job, reports, f"{type(error).__name__}: {error}", "ledger")
             return
         nbytes = sum(report.nbytes for report in reports)
@@ -208,9 +204,12 @@ class PrefillRole(Role):
         if not keys:
             return
         try:
-            await asyncio.to_thread(self._pool.remove, keys)
+            left = await asyncio.to_thread(self._pool.remove, keys)
         except PoolError as error:
             log.warning("%d objects stay until they are swept: %s", len(keys), error)
+        else:
+            if left:
+                log.warning("%d objects could not be removed yet: %s", len(left), left)
 
     async def close(self) -> None:
         if self._tasks:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any
 
@@ -130,7 +130,15 @@ class WorkerService(WorkerServicer):
             return
         if job.ended:  # aborted while it was being prepared
             return
-        self._host.add(request, lambda reason: self._loop.call_soon_threadsafe(self.fail, job, reason))
+        self._host.add(request, self._refusal(job))
+
+    def _refusal(self, job: Job) -> Callable[[str], None]:
+        """What the engine thread calls when vLLM refuses the job."""
+
+        def refuse(reason: str) -> None:
+            self._loop.call_soon_threadsafe(self.fail, job, reason)
+
+        return refuse
 
     def fail(self, job: Job, reason: str) -> None:
         """End a job that cannot run: finish reason ERROR to the router, the reason to the log and the role."""

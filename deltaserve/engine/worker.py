@@ -107,10 +107,7 @@ async def _main(config: WorkerConfig, parts: Parts) -> int:
     membership = parts.membership(config)
     member = Member(worker_id, config.role, config.advertise or address, digest, geometry.fingerprint(), 0)
 
-    def on_lease(lease: int) -> None:
-        asyncio.ensure_future(role.on_lease(lease))  # noqa: RUF006 - nothing waits for it
-
-    membership.on_lease = on_lease  # type: ignore[attr-defined]
+    membership.on_lease = role.on_lease
     joined = await membership.join(member)
     await role.on_lease(joined.lease)
     print(f"READY {address}", flush=True)
@@ -180,9 +177,11 @@ def _description(
 
 
 def _capabilities(vllm_config: Any) -> str:
-    from deltaserve.doctor.capabilities import report_json
-
-    return report_json(vllm_config)
+    try:
+        from deltaserve.doctor.capabilities import report_json
+    except ImportError:
+        return ""
+    return str(report_json(vllm_config))
 
 
 async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str]:

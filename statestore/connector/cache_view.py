@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's caches, seen as the bytes of stored objects: gather into staging, scatter from it.
 
-vLLM's caches on a rank: a KDA layer has a convolution tensor [blocks, columns, channels] (SD) or [blocks, channels,
-columns] (DS), channels = q | k | v parts of the rank's heads, and a recurrent tensor [blocks, heads, V, K]; an MLA
-layer has [blocks, block_size, latent width]. The objects' order is statestore/objects.py's.
+vLLM's caches on a rank: a KDA layer has pages of bytes [blocks, 1, 1, page], in each the convolution state [columns,
+channels] (SD) or [channels, columns] (DS), channels = q | k | v parts of the rank's heads, then the recurrent state
+[heads, V, K], then padding; an MLA layer has rows [blocks, 1, block_size, latent width]. Layers of different groups share
+memory: a block id means something only with its group. The objects' order is statestore/objects.py's.
 
 Staging is host memory. All work here is on whole tensors; the copies release the GIL.
 """
@@ -30,22 +31,28 @@ class CacheView:
         """Raises ValueError naming the layer when a tensor's shape is not what `geometry` says."""
         self.geometry = geometry
         kda, mla = split_groups(kv_cache_config)
-        self._kda = [(group, kv_caches[name][0], kv_caches[name][1]) for name, group in kda.values()]
-        self._mla = [(group, kv_caches[name]) for name, group in mla.values()]
-        heads, state = geometry.heads_per_rank, (geometry.head_v, geometry.head_k)
-        for (name, _), (_, conv, recurrent) in zip(kda.values(), self._kda, strict=True):
-            channels = conv.shape[1 if geometry.conv_layout == "DS" else 2]
-            if recurrent.shape[1:] != (heads, *state) or channels != geometry.conv_channels:
-                raise ValueError(
-                    f"cache of {name} has shapes {tuple(conv.shape)}, {tuple(recurrent.shape)}; "
-                    f"expected {geometry.conv_channels} channels and heads {(heads, *state)}"
-                )
+        self._kda = [(group, *self._states(kv_caches[name])) for name, group in kda.values()]
+        self._mla = [(group, _rows(kv_caches[name])) for name, group in mla.values()]
         for (name, _), (_, rows) in zip(mla.values(), self._mla, strict=True):
             if rows.shape[1:] != (geometry.block_size, geometry.latent_width):
                 raise ValueError(
                     f"cache of {name} has shape {tuple(rows.shape)}; "
                     f"expected blocks of {(geometry.block_size, geometry.latent_width)}"
                 )
+
+    def _states(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Convolution and recurrent state of every block of a KDA layer, as views of its pages."""
+        g = self.geometry
+        pages = cache.flatten(1).view(torch.uint8)
+        columns = g.conv_columns + g.num_spec
+        conv_shape = (g.conv_channels, columns) if g.conv_layout == "DS" else (columns, g.conv_channels)
+        conv_bytes = columns * g.conv_channels * g.conv_bytes
+        end = conv_bytes + g.recurrent_rank_bytes
+        if pages.shape[1] < end:
+            raise ValueError(f"a KDA page of {pages.shape[1]} bytes is smaller than its state of {end}")
+        conv = pages[:, :conv_bytes].view(_torch_dtype(g.conv_dtype)).unflatten(1, conv_shape)
+        recurrent = pages[:, conv_bytes:end].view(_torch_dtype(g.recurrent_dtype))
+        return conv, recurrent.unflatten(1, (g.heads_per_rank, g.head_v, g.head_k))
 
     # ---- KDA
 
@@ -136,6 +143,11 @@ class CacheView:
             event.record()
             return event
         return None
+
+
+def _rows(cache: torch.Tensor) -> torch.Tensor:
+    """Latent rows [blocks, block_size, width] of an MLA layer, without the axis of its one head."""
+    return cache.squeeze(1) if cache.dim() == 4 else cache
 
 
 def _torch_dtype(name: str) -> torch.dtype:

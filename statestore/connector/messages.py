@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from statestore.boundary import BoundaryRecord, ObjectEntry
+from statestore.boundary import BoundaryRecord, Epoch, ObjectEntry
 
 
 @dataclass
@@ -20,7 +20,7 @@ class PublishJob:
 
     key: str
     """The request's name in the engine; its blocks stay pinned until every rank has reported."""
-    epoch: str
+    epoch: Epoch
     length: int
     """Tokens whose state the blocks hold, N-1."""
     blocks: tuple[list[int], ...]

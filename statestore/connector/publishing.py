@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from statestore.boundary import ObjectEntry, object_key
+from statestore.boundary import Group, ObjectEntry, object_key
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.connector.checks import check_heads, check_table, unit_digest
 from statestore.connector.messages import PublishJob, RankReport
@@ -61,7 +61,7 @@ class Publisher:
             self._put(job, report, "mla", data, mla_units(g, tokens, packing), tokens)
 
     def _put(
-        self, job: PublishJob, report: RankReport, group: str, data: Bytes, units: list[Unit], tokens: range
+        self, job: PublishJob, report: RankReport, group: Group, data: Bytes, units: list[Unit], tokens: range
     ) -> None:
         key = object_key(self._geometry.model_digest, job.epoch, group, self._rank)
         digests = tuple(unit_digest(data[unit.offset : unit.offset + unit.nbytes]) for unit in units)

@@ -23,7 +23,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from statestore.boundary import BoundaryRecord
+from statestore.boundary import BoundaryRecord, Epoch
 from statestore.connector.events import emit
 from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports, StepMetadata
 
@@ -38,7 +38,7 @@ PARAMS = "deltaserve"
 class PublishIntent:
     """The service's wish: publish this request's prompt as a boundary."""
 
-    epoch: str
+    epoch: Epoch
     length: int
     segment: str = ""
     packing_dcp: int = 1
