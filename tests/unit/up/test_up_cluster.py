@@ -18,6 +18,7 @@ from deltaserve.up import Cluster, ClusterError
 from deltaserve.up.process import Child
 from tests.support.processes import marked, wait_until
 
+pytestmark = pytest.mark.cluster
 Make = Callable[..., Cluster]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.processes import marked, wait_until
 
+pytestmark = pytest.mark.cluster
 FAKE_UP = Path(__file__).parents[2] / "support" / "fake_up.py"
 Up = Callable[..., "Running"]
 

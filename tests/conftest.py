@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order and availability: quick tests first, tests with real processes last, GPU tests only where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests marked `cluster` last (otherwise in order), and skip `gpu` where there is no device."""
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
+    if _GPUS.is_dir() and any(_GPUS.iterdir()):
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
