@@ -90,7 +90,8 @@ def _greeting(cluster: Cluster, seconds: float) -> str:
     quoted = body.replace("'", "'\\''")
     return (
         f"\nready after {seconds:.1f} s: {cluster.endpoint}/v1   (Ctrl-C stops everything)\n\n"
-        f"curl -s {cluster.endpoint}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'\n"
+        f"curl -s {cluster.endpoint}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'\n\n"
+        f"what the ledger holds: deltaserve boundaries --etcd-endpoints {cluster.etcd_endpoint}\n"
     )
 
 
