@@ -198,7 +198,7 @@ class _Tile:
         n = o.shape[0] // self.heads
         o = o.view(n, self.heads, self.chunk, value_dim).transpose(1, 2)
         if self.contiguous:
-            out[self.rows].view(n, self.chunk, self.heads, value_dim).copy_(o)
+            out[self.rows].unflatten(0, (n, self.chunk)).copy_(o)
         elif self.padded:
             valid = self.valid.flatten()
             out[self.index[valid]] = o.reshape(-1, self.heads, value_dim)[valid].to(out.dtype)
