@@ -45,7 +45,7 @@ class CpuDeltaBackend(GDNAttentionBackend):
 
 
 class _Caches:
-    """The two state tensors of a layer: raw convolution columns [slots, C, W-1+num_spec], recurrent [slots, H, V, K]."""
+    """A layer's two state tensors: raw convolution columns [slots, C, W-1+num_spec], recurrent [slots, H, V, K]."""
 
     def __init__(self, layer: Any) -> None:
         conv, self.recurrent = layer.kv_cache
@@ -104,7 +104,7 @@ def _speculate(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor,
 def _forward(
     layer: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
 ) -> None:
-    """Run one step: ``mixed_qkv`` [T, 3HD] raw, ``g1`` [1, T, H, D] gate, ``g2`` [T, H, D] output gate, ``beta`` [1, T, H]."""
+    """One step: ``mixed_qkv`` [T, 3HD] raw, ``g1`` [1, T, H, D] gate, ``g2`` [T, H, D] output gate, ``beta`` [1, T, H]."""
     metadata = get_forward_context().attn_metadata
     if metadata is None or (m := metadata.get(layer.prefix)) is None:
         return  # a profiling run carries no metadata for recurrent layers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention on the CPU: decode over the paged latent cache, and the index maps of context parallelism.
+"""Multi-head latent attention on the CPU: prefill, decode over the paged latent cache, and context parallelism.
 
 The cache is [blocks, block_size, L + R]: per token the normalised latent (L) and the rotary key (R). Decode attends
 in latent space, all heads to the same rows, and returns the log-sum-exp, so that partial results of the ranks of a
@@ -37,9 +37,9 @@ def decode_attention(
     """Attend each request's queries to its cached rows; return (o [B, N, L], log-sum-exp [B, N] fp32).
 
     ``q`` [B, N, L + R], B = requests x queries a request (a speculative window; its query j of p sees
-    ``seq_len - (p - 1 - j)`` rows); ``block_table`` [requests, *]; ``seq_lens`` counts the rows this rank holds. A query
-    that sees no row gives zeros and -inf. Rows beyond a request's length never reach the result, even when they hold
-    NaN.
+    ``seq_len - (p - 1 - j)`` rows); ``block_table`` [requests, *]; ``seq_lens`` counts the rows that this rank holds. A
+    query that sees no row gives zeros and -inf. Rows beyond a request's length never reach the result, even when
+    they hold NaN.
     """
     requests = len(seq_lens)
     heads, width = q.shape[1:]
@@ -93,8 +93,8 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend packed requests to their own keys; return (o [Tq, N, V], log-sum-exp [N, Tq] fp32).
 
-    ``q`` [Tq, N, D], ``k`` [Tk, N, D], ``v`` [Tk, N, V] with V <= D; request r owns ``cu_queries[r]:cu_queries[r+1]`` and
-    ``cu_keys[r]:cu_keys[r+1]``. With ``causal`` query i sees keys 0..i. A request without keys gives zeros and -inf.
+    ``q`` [Tq, N, D], ``k`` [Tk, N, D], ``v`` [Tk, N, V] with V <= D; request r owns ``cu_queries[r]:cu_queries[r+1]``
+    and ``cu_keys[r]:cu_keys[r+1]``. With ``causal`` query i sees keys 0..i. A request without keys gives zeros and -inf.
     """
     tokens, heads, width = q.shape
     value_dim = v.shape[2]

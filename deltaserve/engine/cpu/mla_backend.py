@@ -24,7 +24,7 @@ from deltaserve.engine.cpu.vllm_internals import (
 )
 
 CONTEXT_ROWS = 2048
-"""Cached tokens that prefill gathers and up-projects at once; vLLM's own 64K rows cost 600 MB for four heads in fp32."""
+"""Cached tokens that prefill gathers and up-projects at once; vLLM's 64K rows cost 600 MB for four heads in fp32."""
 
 
 class CpuMlaMetadataBuilder(MLACommonMetadataBuilder):
@@ -63,6 +63,7 @@ class CpuMlaImpl(CPUMLAImpl):
     """Decode attention of one layer."""
 
     can_return_lse_for_decode = True
+    dcp_world_size: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The base class forces one context parallel rank; the true size was set when the object was made.

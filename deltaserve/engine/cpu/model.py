@@ -84,12 +84,13 @@ def install() -> None:
 install()
 
 
-class KimiLinearForCausalLM(internals.linear.KimiLinearForCausalLM):  # type: ignore[name-defined, misc]
+class KimiLinearForCausalLM(internals.linear.KimiLinearForCausalLM):
     """vLLM's Kimi model for Kimi-Linear and K3 text checkpoints."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name, module in self.named_modules():
-            # The attention residual reads the weight itself; the CPU's packed GEMM would leave it empty.
-            if name.endswith("_res_proj"):
+            # These weights are read directly, by the attention residual and by the experts' sharded tail; the CPU's
+            # packed GEMM would leave them empty.
+            if name.endswith(("_res_proj", ".routed_expert_up_proj")):
                 module._cpu_skip_gemm_dispatch = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts with the SiTU gate in torch: act(g, u) = beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta)."""
+"""Routed experts with the SiTU gate: act(g, u) = b tanh(g/b) sigmoid(g) * l tanh(u/l), b = beta, l = linear beta."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def situ_experts(
 ) -> None:
     """out [T, D] = sum over each token's experts e of weight * w2[e] act(w13[e] hidden).
 
-    ``hidden`` [T, D]; ``w13`` [E, 2I, D]; ``w2`` [E, D, I]; ``topk_weights``, ``topk_ids`` [T, k]. An id below zero marks
-    an expert that is not here.
+    ``hidden`` [T, D]; ``w13`` [E, 2I, D]; ``w2`` [E, D, I]; ``topk_weights``, ``topk_ids`` [T, k]. An id below zero
+    marks an expert that is not here.
     """
     total = torch.zeros(hidden.shape, dtype=torch.float32)
     experts = topk_ids.flatten()

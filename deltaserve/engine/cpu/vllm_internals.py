@@ -39,7 +39,7 @@ def _require_attributes(name: str, owner: object, expected: Iterable[str]) -> No
 
 
 def _shared_kimi_package() -> None:
-    """Make ``vllm.models.kimi_k3`` importable without its ``__init__``, which imports the CUDA model elsewhere than on ROCm."""
+    """Make ``vllm.models.kimi_k3`` importable without its ``__init__``, which would import the CUDA model."""
     name = "vllm.models.kimi_k3"
     if name in sys.modules:
         return

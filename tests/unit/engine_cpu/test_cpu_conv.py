@@ -86,13 +86,17 @@ def test_speculation_with_any_number_accepted(num_spec: int) -> None:
     tokens, accepted = prompt, 1
     for step in range(12):
         drafted = torch.randn(window, CHANNELS)
-        y = speculative_conv(drafted, weight, state, torch.tensor([1, 0]), torch.tensor([accepted, 1]), [0, window, window])
+        y = speculative_conv(
+            drafted, weight, state, torch.tensor([1, 0]), torch.tensor([accepted, 1]), [0, window, window]
+        )
         expected, _ = reference.conv(torch.cat([tokens, drafted]), weight, torch.zeros(HISTORY, CHANNELS))
         assert error(y, expected[-window:]) < 1e-6, step
         accepted = step % window + 1
         if step == 5:  # control: a wrong offset is seen
             wrong = accepted % window + 1
-            y = speculative_conv(drafted, weight, state.clone(), torch.tensor([1]), torch.tensor([wrong]), [0, window])
+            y = speculative_conv(
+                drafted, weight, state.clone(), torch.tensor([1]), torch.tensor([wrong]), [0, window]
+            )
             right, _ = reference.conv(
                 torch.cat([tokens, drafted[:accepted], drafted]), weight, torch.zeros(HISTORY, CHANNELS)
             )

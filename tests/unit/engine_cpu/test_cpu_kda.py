@@ -39,9 +39,19 @@ class Inputs:
 
     def expected(self, n: int, rows: slice | None = None, **changed: object) -> tuple[Tensor, Tensor]:
         rows = rows or slice(self.cu[n], self.cu[n + 1])
-        given = {"a_log": self.a_log, "dt_bias": self.dt_bias, "lower_bound": self.lower_bound, "state": self.state[n]}
+        given = {
+            "a_log": self.a_log,
+            "dt_bias": self.dt_bias,
+            "lower_bound": self.lower_bound,
+            "state": self.state[n],
+        }
         return reference.kda(
-            self.q[rows], self.k[rows], self.v[rows], self.raw_g[rows], self.raw_beta[rows], **(given | changed)
+            self.q[rows],
+            self.k[rows],
+            self.v[rows],
+            self.raw_g[rows],
+            self.raw_beta[rows],
+            **(given | changed),
         )
 
     @property
@@ -51,7 +61,16 @@ class Inputs:
     def chunked(self, **options: int) -> tuple[Tensor, Tensor]:
         state, out = self.state.clone(), torch.full_like(self.v, float("nan"))
         kda.chunk_kda(
-            self.q, self.k, self.v, self.raw_g, self.raw_beta, **self.gate, cu_seqlens=self.cu, state=state, out=out, **options
+            self.q,
+            self.k,
+            self.v,
+            self.raw_g,
+            self.raw_beta,
+            **self.gate,
+            cu_seqlens=self.cu,
+            state=state,
+            out=out,
+            **options,
         )
         return out, state
 
@@ -256,7 +275,14 @@ def test_speculative_padding_and_short_windows() -> None:
     slots = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0], [9, 8, 7, 6]])
     cache[1], cache[9] = x.state[0], x.state[2]
     out = kda.speculative_kda(
-        x.qkv, x.raw_g, x.raw_beta, **x.gate, state_cache=cache, slots=slots, num_accepted=None, cu_seqlens=x.cu
+        x.qkv,
+        x.raw_g,
+        x.raw_beta,
+        **x.gate,
+        state_cache=cache,
+        slots=slots,
+        num_accepted=None,
+        cu_seqlens=x.cu,
     )
     for n in (0, 2):
         o, states = x.expected(n)

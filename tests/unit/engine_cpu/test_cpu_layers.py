@@ -35,12 +35,19 @@ def test_attention_residual(num_blocks: int, output_norm: bool, write: int) -> N
     if write >= 0:
         assert torch.equal(blocks[:, write], total)
     # A block that is written and also a source (only then) is read after the write.
-    sources = torch.cat([(blocks if 0 <= write < num_blocks else before)[:, :num_blocks], total.unsqueeze(1)], 1)
+    sources = torch.cat(
+        [(blocks if 0 <= write < num_blocks else before)[:, :num_blocks], total.unsqueeze(1)], 1
+    )
     expected = reference.attention_residual(sources, norm, query, 1e-5, weight, 1e-6)
     assert error(out, expected) < 1e-5
     if num_blocks:
-        assert error(out, reference.attention_residual(sources.flip(1) * 1.1, norm, -query, 1e-5, weight, 1e-6)) > 1e-3
-    wrong = reference.attention_residual(sources[:, -1:] - delta.unsqueeze(1), norm, query, 1e-5, weight, 1e-6)
+        assert (
+            error(out, reference.attention_residual(sources.flip(1) * 1.1, norm, -query, 1e-5, weight, 1e-6))
+            > 1e-3
+        )
+    wrong = reference.attention_residual(
+        sources[:, -1:] - delta.unsqueeze(1), norm, query, 1e-5, weight, 1e-6
+    )
     assert error(out, wrong) > 1e-2
 
 

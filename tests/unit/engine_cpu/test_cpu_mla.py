@@ -46,7 +46,9 @@ def test_decode_equals_plain_attention(tile_bytes: int, window: int) -> None:
     rows = [torch.randn(n, WIDTH) for n in lengths]
     cache, table = paged(rows)
     q = torch.randn(len(rows) * window, HEADS, WIDTH)
-    out, lse = mla.decode_attention(q, cache, table, lengths, scale=SCALE, latent_dim=LATENT, tile_bytes=tile_bytes)
+    out, lse = mla.decode_attention(
+        q, cache, table, lengths, scale=SCALE, latent_dim=LATENT, tile_bytes=tile_bytes
+    )
     for r, row in enumerate(rows):
         for j in range(window):
             seen = row[: lengths[r] - (window - 1 - j)]
@@ -54,18 +56,25 @@ def test_decode_equals_plain_attention(tile_bytes: int, window: int) -> None:
             assert error(out[r * window + j], o) < 1e-5, (r, j)
             assert error(lse[r * window + j], expected_lse) < 1e-5
             if len(seen) > 1:  # control: one row less, or values from the wrong columns
-                assert error(out[r * window + j], plain(q[r * window + j], seen[:-1], seen[:-1, :LATENT])[0]) > 1e-4
+                assert (
+                    error(out[r * window + j], plain(q[r * window + j], seen[:-1], seen[:-1, :LATENT])[0])
+                    > 1e-4
+                )
                 assert error(out[r * window + j], plain(q[r * window + j], seen, seen[:, ROPE:])[0]) > 1e-2
 
 
 def test_decode_without_rows_gives_zeros() -> None:
     rows = [torch.randn(0, WIDTH), torch.randn(20, WIDTH)]
     cache, table = paged(rows)
-    out, lse = mla.decode_attention(torch.randn(2, HEADS, WIDTH), cache, table, [0, 20], scale=SCALE, latent_dim=LATENT)
+    out, lse = mla.decode_attention(
+        torch.randn(2, HEADS, WIDTH), cache, table, [0, 20], scale=SCALE, latent_dim=LATENT
+    )
     assert torch.equal(out[0], torch.zeros(HEADS, LATENT))
     assert bool(lse[0].isneginf().all())
     assert bool(lse[1].isfinite().all())
-    out, lse = mla.decode_attention(torch.randn(1, HEADS, WIDTH), cache, table, [0], scale=SCALE, latent_dim=LATENT)
+    out, lse = mla.decode_attention(
+        torch.randn(1, HEADS, WIDTH), cache, table, [0], scale=SCALE, latent_dim=LATENT
+    )
     assert torch.equal(out[0], torch.zeros(HEADS, LATENT))
 
 
@@ -89,7 +98,10 @@ def test_prefill_attention(causal: bool) -> None:
                 assert error(out[t, h], o[0]) < 1e-5
                 assert abs(float(lse[h, t]) - float(expected_lse)) < 1e-5
     if causal:  # control: the same rows without the mask are not the same
-        assert error(mla.prefill_attention(q, k, v, cu_q, cu_k, scale=SCALE, causal=False)[0], out.double()) > 1e-2
+        assert (
+            error(mla.prefill_attention(q, k, v, cu_q, cu_k, scale=SCALE, causal=False)[0], out.double())
+            > 1e-2
+        )
 
 
 def local_rows(length: int, ranks: int, rank: int, interleave: int) -> list[int]:
@@ -143,8 +155,12 @@ def test_ranks_merge_to_the_whole(base_e: bool, interleave: int) -> None:
     unit = 1.0 if base_e else 0.6931471805599453
     for d in range(ranks):
         mine = [row[local_rows(len(row), ranks, d, interleave)] for row in rows]
-        cache, table = paged(mine) if any(len(m) for m in mine) else (torch.zeros(1, BLOCK, WIDTH), torch.zeros(4, 1))
-        out, lse = mla.decode_attention(q, cache, table.int(), [len(m) for m in mine], scale=SCALE, latent_dim=LATENT)
+        cache, table = (
+            paged(mine) if any(len(m) for m in mine) else (torch.zeros(1, BLOCK, WIDTH), torch.zeros(4, 1))
+        )
+        out, lse = mla.decode_attention(
+            q, cache, table.int(), [len(m) for m in mine], scale=SCALE, latent_dim=LATENT
+        )
         for r, m in enumerate(mine):
             if len(m) == 0:
                 out[r] = float("nan")

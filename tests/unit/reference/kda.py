@@ -65,7 +65,10 @@ def conv(x: Tensor, weight: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.cat([history.to(F64), x.to(F64)])
     y = torch.stack(
         [
-            sum((padded[t + w] * weight[:, w].to(F64) for w in range(width)), start=torch.zeros(x.shape[1], dtype=F64))
+            sum(
+                (padded[t + w] * weight[:, w].to(F64) for w in range(width)),
+                start=torch.zeros(x.shape[1], dtype=F64),
+            )
             for t in range(x.shape[0])
         ]
     )
@@ -79,7 +82,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
 
 
 def attention_residual(
-    sources: Tensor, norm_weight: Tensor, query: Tensor, eps: float, output_weight: Tensor | None, output_eps: float
+    sources: Tensor,
+    norm_weight: Tensor,
+    query: Tensor,
+    eps: float,
+    output_weight: Tensor | None,
+    output_eps: float,
 ) -> Tensor:
     """Mix ``sources`` [T, R, D] by a softmax over R of <rms_norm(source), query>, then optionally RMS-normalise."""
     x = sources.to(F64)
