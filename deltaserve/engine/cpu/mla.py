@@ -94,7 +94,7 @@ def prefill_attention(
     """Attend packed requests to their own keys; return (o [Tq, N, V], log-sum-exp [N, Tq] fp32).
 
     ``q`` [Tq, N, D], ``k`` [Tk, N, D], ``v`` [Tk, N, V] with V <= D; request r owns ``cu_queries[r]:cu_queries[r+1]``
-    and ``cu_keys[r]:cu_keys[r+1]``. With ``causal`` query i sees keys 0..i. A request without keys gives zeros and -inf.
+    and ``cu_keys[r]:cu_keys[r+1]``. With ``causal`` query i sees keys 0..i. A request without keys gives zeros, -inf.
     """
     tokens, heads, width = q.shape
     value_dim = v.shape[2]
