@@ -22,10 +22,10 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 
 install:
-	@sh deploy/install/install.sh
+	@sh deploy/install/install.sh --device $(DEVICE)
 
 dev:
-	@sh deploy/install/install.sh --dev
+	@sh deploy/install/install.sh --dev --device $(DEVICE)
 
 serve: install
 	@exec $(VENV)/bin/deltaserve up --model $(MODEL) --port $(PORT) --device $(DEVICE) $(ARGS)

