@@ -323,8 +323,9 @@ class Etcd:
                 self.config.user, self.config.password, timeout=timeout
             )
             self._token = str(response.token)
+            # Not the authentication itself: etcd refuses even that when it comes with an old token.
             for name, service in self._services.items():
-                if name != "watch":
+                if name not in ("watch", "auth"):
                     service.set_token(self._token)
 
     async def _call(self, name: str, make: Callable[[float], Awaitable[T]]) -> T:

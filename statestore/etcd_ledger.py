@@ -15,7 +15,7 @@ import logging
 from deltaserve.config import EtcdConfig
 from deltaserve.etcd import Compare, Etcd, KeyValue, Op, TxnResult
 from deltaserve.membership import member_key
-from statestore.boundary import BoundaryInvalid, BoundaryRecord, prefix_of_ids
+from statestore.boundary import BoundaryInvalid, BoundaryRecord, Epoch, prefix_of_ids
 from statestore.ledger import CommitConflict, FencedOut, Ledger, RecordExists, Records
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class EtcdLedger(Ledger):
     def __init__(self, config: EtcdConfig) -> None:
         self._etcd = Etcd(config)
         self._prefix = config.prefix.rstrip("/")
-        self._revisions: dict[str, int] = {}
-        """Of the pending records that this object wrote, so that a commit takes one call."""
+        self._revisions: dict[str, tuple[Epoch, int]] = {}
+        """By id, of the pending records that this object wrote, so that a commit takes one call."""
 
     async def open(self, record: BoundaryRecord) -> None:
         """See `Ledger.open`."""
@@ -44,11 +44,11 @@ class EtcdLedger(Ledger):
             [Op.get(key), Op.get(fence)],
         )
         if result.succeeded:
-            self._revisions[record.id] = result.revision
+            self._revisions[record.id] = (record.epoch, result.revision)
             return
         found, member = result.reads
         if found is not None and found.value == value:
-            self._revisions[record.id] = found.mod_revision
+            self._revisions[record.id] = (record.epoch, found.mod_revision)
             return
         if found is not None:
             raise RecordExists(f"boundary {record.id} exists already; an epoch must not be used twice")
@@ -81,7 +81,7 @@ class EtcdLedger(Ledger):
                 raise CommitConflict(f"boundary {record.id} has been committed, or is of another epoch")
             if found.mod_revision == known:
                 break
-            self._revisions[record.id] = found.mod_revision
+            self._revisions[record.id] = (record.epoch, found.mod_revision)
         raise CommitConflict(f"boundary {record.id} changed under every attempt to commit it")
 
     async def get(self, boundary: str) -> BoundaryRecord | None:
@@ -140,18 +140,19 @@ class EtcdLedger(Ledger):
         """
         key, fence = self._key(record.id), self._fence(record.owner)
         reads = [Op.get(key), Op.get(fence)]
-        known = self._revisions.get(record.id, 0)
-        if not known:
+        epoch, known = self._revisions.get(record.id, (record.epoch, 0))
+        if not known or epoch != record.epoch:
+            known = 0
             found = await self._etcd.get(key)
             if found is not None and _is_pending_of(found, record):
                 known = found.mod_revision
-        # Revision 0 matches no existing key, so the failure branch runs and says what is there.
+        # Revision -1 matches nothing, so the failure branch runs and says what is there.
         compare = [Compare.mod_revision(key, known or -1), Compare.lease(fence, record.epoch.lease)]
         result = await self._etcd.txn(compare, [Op.put(key, value)], reads)
         if result.succeeded:
-            self._revisions[record.id] = result.revision
+            self._revisions[record.id] = (record.epoch, result.revision)
         elif result.reads[0] is not None and result.reads[0].value == value:
-            self._revisions[record.id] = result.reads[0].mod_revision
+            self._revisions[record.id] = (record.epoch, result.reads[0].mod_revision)
         return result, known
 
     async def _read_all(self, prefix: str) -> Records:

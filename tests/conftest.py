@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and availability: quick tests first, tests with real processes last, GPU tests only where there is one."""
+"""Order and availability: quick tests first, tests with real processes last, GPU tests only where there is one.
+
+The fixtures of tests/support/fixtures.py are known everywhere.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from tests.support.fixtures import etcd_config, etcd_server, master, own_etcd, own_master  # noqa: F401
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 

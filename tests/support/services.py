@@ -157,8 +157,9 @@ def etcd(extra: Sequence[str] = (), scheme: str = "http") -> Iterator[EtcdServic
             f"--initial-cluster=test=http://127.0.0.1:{peer}",
             "--logger=zap",
             "--log-level=warn",
-            # Tests do not outlive the machine.
-            "--unsafe-no-fsync",
+            # One member has nobody to wait for before it elects itself.
+            "--heartbeat-interval=20",
+            "--election-timeout=200",
             *extra,
         ]
 
