@@ -104,7 +104,7 @@ def _speculate(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor,
 def _forward(
     layer: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
 ) -> None:
-    """Run one step: raw ``mixed_qkv`` [T, 3HD], ``beta`` [1, T, H], decay ``g1`` [1, T, H, D], gate ``g2`` [T, H, D]."""
+    """One step: raw ``mixed_qkv`` [T, 3HD], ``beta`` [1, T, H], decay ``g1`` [1, T, H, D], gate ``g2`` [T, H, D]."""
     metadata = get_forward_context().attn_metadata
     if metadata is None or (m := metadata.get(layer.prefix)) is None:
         return  # a profiling run carries no metadata for recurrent layers
