@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from deltaserve.config import WorkerConfig
@@ -18,7 +19,13 @@ def run(config: WorkerConfig) -> int:
     async def build(worker_id: str, geometry: Geometry, forget: Callable[[Job], None]) -> Role:
         from decode_worker.role import DecodeRole
         from statestore.etcd_ledger import EtcdLedger
+        from statestore.mooncake_pool import MooncakePool
+        from statestore.sweeping import sweep_forever
 
-        return DecodeRole(geometry, EtcdLedger(config.etcd), forget)
+        ledger = EtcdLedger(config.etcd)
+        pool = await asyncio.to_thread(MooncakePool, config.store, lend=False)
+        role = DecodeRole(geometry, ledger, pool, forget)
+        role.background(sweep_forever(ledger, pool, config.etcd.lease_ttl))
+        return role
 
     return run_worker(config, parts(build))

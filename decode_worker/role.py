@@ -12,6 +12,7 @@ computed here instead, Loaded{failure} says why, a counter counts it. Nothing th
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from statestore.connector.messages import RankReport
 from statestore.connector.scheduler_half import PARAMS, LoadIntent
 from statestore.geometry import Geometry, GeometryError
 from statestore.ledger import Ledger, LedgerError
+from statestore.pool import Pool
 from statestore.prefix import prefix_hash
 from statestore.reshard import GeometryMismatch, compatible
 
@@ -34,8 +36,9 @@ log = logging.getLogger(__name__)
 class DecodeRole(Role):
     """See the module's description."""
 
-    def __init__(self, geometry: Geometry, ledger: Ledger, forget: Callable[[Job], None]) -> None:
-        self._geometry, self._ledger, self._forget = geometry, ledger, forget
+    def __init__(self, geometry: Geometry, ledger: Ledger, pool: Pool, forget: Callable[[Job], None]) -> None:
+        super().__init__()
+        self._geometry, self._ledger, self._pool, self._forget = geometry, ledger, pool, forget
 
     async def on_lease(self, lease: int) -> None:
         """A decode worker writes nothing into the ledger yet."""
@@ -110,4 +113,5 @@ class DecodeRole(Role):
         """A decode worker publishes nothing yet."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        await self._finish_tasks(0.0)
+        await asyncio.to_thread(self._pool.close, 1.0)

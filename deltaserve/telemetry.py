@@ -22,6 +22,7 @@ class HandoffMetrics:
         self._released = Counter(
             "deltaserve_boundaries_released_total", "boundaries released, objects and record gone"
         )
+        self._swept = Counter("deltaserve_boundaries_swept_total", "boundaries of dead workers removed")
         self._loaded = Counter("deltaserve_boundaries_loaded_total", "boundaries verified and restored")
         self._failed = Counter(
             "deltaserve_boundary_failures_total", "publishes and loads that failed", ["stage", "kind"]
@@ -51,6 +52,10 @@ class HandoffMetrics:
     def released(self) -> None:
         """A boundary's objects and record are gone."""
         self._released.inc()
+
+    def swept(self) -> None:
+        """A dead worker's boundary was removed."""
+        self._swept.inc()
 
     def failed(self, stage: str, kind: str) -> None:
         """A publish or load failed."""

@@ -20,9 +20,13 @@ def run(config: WorkerConfig) -> int:
         from prefill_worker.role import PrefillRole
         from statestore.etcd_ledger import EtcdLedger
         from statestore.mooncake_pool import MooncakePool
+        from statestore.sweeping import sweep_forever
 
+        ledger = EtcdLedger(config.etcd)
         # The service's own client removes objects, also while the engine computes; it lends the store no memory.
         pool = await asyncio.to_thread(MooncakePool, config.store, lend=False)
-        return PrefillRole(config, worker_id, geometry, EtcdLedger(config.etcd), pool, forget)
+        role = PrefillRole(config, worker_id, geometry, ledger, pool, forget)
+        role.background(sweep_forever(ledger, pool, config.etcd.lease_ttl))
+        return role
 
     return run_worker(config, parts(build))

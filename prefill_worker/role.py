@@ -36,9 +36,9 @@ from statestore.connector.messages import RankReport
 from statestore.connector.scheduler_half import PARAMS, PublishIntent
 from statestore.geometry import Geometry
 from statestore.ledger import Ledger, LedgerError
-from statestore.objects import Packing
 from statestore.pool import Pool, PoolError
 from statestore.prefix import prefix_hash
+from statestore.reshard import Packing
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,12 @@ class PrefillRole(Role):
         pool: Pool,
         forget: Callable[[Job], None],
     ) -> None:
+        super().__init__()
         self._config, self._worker_id, self._geometry = config, worker_id, geometry
         self._ledger, self._pool, self._forget = ledger, pool, forget
         self._lease = 0
         self._counter = count(1)
         self._held: dict[str, BoundaryRecord] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def on_lease(self, lease: int) -> None:
         self._lease = lease
@@ -120,12 +120,12 @@ class PrefillRole(Role):
     def on_written(self, job: Job, reports: list[RankReport]) -> None:
         """Every rank has reported; commit, or clean up."""
         if job.state.pop("keep", False):
-            self._spawn(self._settle(job, reports))
+            self.background(self._settle(job, reports))
 
     def on_publish_failed(self, job: Job, reason: str) -> None:
         """No boundary will come of this job."""
         if job.state.pop("keep", False):
-            self._spawn(self._fail(job, [], reason, "no_publish"))
+            self.background(self._fail(job, [], reason, "no_publish"))
 
     async def _settle(self, job: Job, reports: list[RankReport]) -> None:
         record: BoundaryRecord = job.state["record"]
@@ -212,14 +212,9 @@ class PrefillRole(Role):
                 log.warning("%d objects could not be removed yet: %s", len(left), left)
 
     async def close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=2)
         await self.release(list(self._held))
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._finish_tasks(1.0)
+        await asyncio.to_thread(self._pool.close, 1.0)
 
 
 def _one_token(intent: PublishIntent) -> Any:

@@ -100,6 +100,13 @@ class EngineHost:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def warm_up(self, timeout: float) -> None:
+        """Run two short requests, so that the first client does not pay for lazy imports and first-use set-up.
+
+        Leaves nothing behind: the prefix cache is reset. Raises TimeoutError after `timeout` seconds.
+        """
+        self.call(_warm_up).result(timeout)
+
     def _run(self) -> None:
         try:
             from vllm.v1.engine.core import EngineCore
@@ -157,3 +164,31 @@ class EngineHost:
     def _fail(self, reason: str) -> None:
         if not self._stopping:
             self._on_failure(reason)
+
+
+def _warm_up(core: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    for number, params in enumerate(
+        (
+            SamplingParams(max_tokens=3, temperature=0.0, logprobs=1, ignore_eos=True),
+            SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True),
+        )
+    ):
+        request = EngineCoreRequest(
+            request_id=f"warm-up-{number}",
+            prompt_token_ids=[1 + i % 3 for i in range(20)],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        core.add_request(*core.preprocess_add_request(request))
+    while core.scheduler.has_requests() or core.batch_queue:
+        _, executed = core.step_fn()
+        core.post_step(executed)
+    core.reset_prefix_cache()

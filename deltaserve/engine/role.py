@@ -7,11 +7,16 @@ request, and hears of the events that its connector half reports. All methods ru
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from deltaserve.wire import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -37,6 +42,27 @@ class Job:
 
 class Role(ABC):
     """The seam between the service and a role."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine beside the requests; `close` ends it. What it raises is logged."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task of the role failed", exc_info=error)
+
+    async def _finish_tasks(self, seconds: float) -> None:
+        """Give running tasks `seconds`, then cancel what is left."""
+        if self._tasks:
+            _, pending = await asyncio.wait(list(self._tasks), timeout=seconds)
+            for task in pending:
+                task.cancel()
 
     @abstractmethod
     async def prepare(self, job: Job) -> Any:

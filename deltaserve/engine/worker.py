@@ -130,6 +130,8 @@ async def _start_engine(
         stage("loading the model")
         host = EngineHost(vllm_config, service.on_step, failed)
         host.start(START_SECONDS)
+        stage("warming up")
+        host.warm_up(START_SECONDS)
         return host
 
     try:
