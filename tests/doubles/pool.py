@@ -230,6 +230,8 @@ class PoolDouble(Pool):
         return any(at <= first and last <= at + memory.nbytes for at, memory in self._registered.items())
 
     def _check(self, pieces: Pieces, limit: int | None) -> None:
+        if self._closed:
+            raise PoolClosed("the pool has been closed")
         for offset, buffer in pieces:
             if not self._covers(buffer):
                 raise ValueError("a buffer lies outside registered memory; use staging or register")
