@@ -63,9 +63,13 @@ def prefill_conv(
         if stop - start > history:
             _taps(rows, by_tap, out[start + history : stop])
         if slot > NULL_SLOT:
-            tail = rows[-history:] if stop - start >= history else lead[stop - start :][:history]
-            state[slot, :, :history] = tail.t().to(state.dtype)
+            store_columns(state, slot, rows if stop - start >= history else lead, history)
     return out
+
+
+def store_columns(state: Tensor, slot: int, rows: Tensor, history: int) -> None:
+    """Leave the last ``history`` of the raw ``rows`` [n, C], n >= history, in a slot."""
+    state[slot, :, :history] = rows[-history:].t().to(state.dtype)
 
 
 def decode_conv(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor) -> Tensor:

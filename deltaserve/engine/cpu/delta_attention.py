@@ -3,18 +3,23 @@
 
 A step's tokens fall into up to three parts, which vLLM's metadata names: requests with a speculative window, requests
 that decode one token, and requests that prefill. Decodes come first in a batch without speculation.
+
+With ``additional_config={"kda_prefill_checkpoint": True}`` the layers offer vLLM's scheduler internal checkpoints: the
+last pass over a prompt is not split at the reusable position, and the state there is stored on the way.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 
-from deltaserve.engine.cpu.conv import decode_conv, prefill_conv, speculative_conv
-from deltaserve.engine.cpu.kda import chunk_kda, decode_kda, speculative_kda
+from deltaserve.engine.cpu.conv import decode_conv, prefill_conv, speculative_conv, store_columns
+from deltaserve.engine.cpu.kda import NULL_SLOT, chunk_kda, decode_kda, speculative_kda
 from deltaserve.engine.cpu.vllm_internals import (
     GDNAttentionBackend,
     GDNAttentionMetadata,
@@ -23,6 +28,9 @@ from deltaserve.engine.cpu.vllm_internals import (
     KimiK3DeltaAttention,
     is_conv_state_dim_first,
 )
+
+CHECKPOINT_ALIGNMENT = 16
+"""Tokens: a checkpoint lies a multiple of this behind the start of its pass, as with vLLM's CUDA kernel."""
 
 
 class CpuDeltaMetadataBuilder(GDNAttentionMetadataBuilder):
@@ -61,19 +69,29 @@ class _Caches:
 def _prefill(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
     """Requests that prefill, the single-token decodes before them included: all continue from their slot."""
     cu = m.non_spec_query_start_loc.tolist()
-    slots = m.non_spec_state_indices_tensor[: len(cu) - 1].tolist()
-    has_state = m.has_initial_state[: len(cu) - 1].tolist()
+    spans = list(itertools.pairwise(cu))
+    slots = m.non_spec_state_indices_tensor[: len(spans)].tolist()
+    has_state = m.has_initial_state[: len(spans)].tolist()
     y = prefill_conv(qkv, c.weight, c.conv, slots, has_state, cu)
     q, k, v = y.view(y.shape[0], 3, c.heads, c.head_dim).unbind(1)
-    rows = [n for n in range(len(slots)) if cu[n + 1] > cu[n]]
-    state = torch.zeros(len(cu) - 1, *c.recurrent.shape[1:], dtype=torch.float32)
-    for n in rows:
+    state = torch.zeros(len(spans), *c.recurrent.shape[1:], dtype=torch.float32)
+    for n, slot in enumerate(slots):
         if has_state[n]:
-            state[n] = c.recurrent[slots[n]]
-    chunk_kda(q, k, v, raw_g, raw_beta, **c.gate, cu_seqlens=cu, state=state, out=out)
-    for n in rows:
-        if slots[n] > 0:
-            c.recurrent[slots[n]] = state[n].to(c.recurrent.dtype)
+            state[n] = c.recurrent[slot]
+    if m.checkpoint is not None:
+        # Up to each checkpoint first, so that the state there can be stored; then the rest.
+        cuts = [start + offset for (start, _), offset in zip(spans, m.checkpoint.offsets, strict=True)]
+        head = [(start, cut) for (start, _), cut in zip(spans, cuts, strict=True)]
+        chunk_kda(q, k, v, raw_g, raw_beta, **c.gate, spans=head, state=state, out=out)
+        for n, slot in enumerate(m.checkpoint.state_indices.tolist()):
+            if cuts[n] > spans[n][0] and slot != NULL_SLOT:
+                store_columns(c.conv, slot, qkv[spans[n][0] : cuts[n]], c.weight.shape[1] - 1)
+                c.recurrent[slot] = state[n].to(c.recurrent.dtype)
+        spans = [(cut, stop) for cut, (_, stop) in zip(cuts, spans, strict=True)]
+    chunk_kda(q, k, v, raw_g, raw_beta, **c.gate, spans=spans, state=state, out=out)
+    for n, slot in enumerate(slots):
+        if slot > NULL_SLOT and cu[n + 1] > cu[n]:
+            c.recurrent[slot] = state[n].to(c.recurrent.dtype)
 
 
 def _decode(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
@@ -127,11 +145,23 @@ def _forward(
     core_attn_out.copy_(layer.o_norm(core_attn_out, g2))
 
 
+def _offer_checkpoint(spec: Any, vllm_config: Any) -> Any:
+    """Reserve the block for an internal checkpoint where the configuration asks for it."""
+    options = vllm_config.additional_config
+    wanted = isinstance(options, dict) and bool(options.get("kda_prefill_checkpoint", False))
+    if not wanted:
+        return spec
+    return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINT_ALIGNMENT)
+
+
 class CpuK3DeltaAttention(KimiK3DeltaAttention):
     """K3: full-rank output gate, lower-bounded decay."""
 
     def get_attn_backend(self) -> type[CpuDeltaBackend]:
         return CpuDeltaBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return _offer_checkpoint(super().get_kv_cache_spec(vllm_config), vllm_config)
 
     def _forward(
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
@@ -144,6 +174,9 @@ class CpuKimiLinearDeltaAttention(KimiGatedDeltaNetAttention):
 
     def get_attn_backend(self) -> type[CpuDeltaBackend]:
         return CpuDeltaBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return _offer_checkpoint(super().get_kv_cache_spec(vllm_config), vllm_config)
 
     def _forward(
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor

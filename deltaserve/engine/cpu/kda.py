@@ -75,7 +75,7 @@ def chunk_kda(
     a_log: Tensor,
     dt_bias: Tensor | None,
     lower_bound: float | None,
-    cu_seqlens: Sequence[int],
+    spans: Sequence[tuple[int, int]],
     state: Tensor,
     out: Tensor,
     max_chunk: int = MAX_CHUNK,
@@ -84,11 +84,11 @@ def chunk_kda(
     """Run prefill over packed sequences; write the outputs to ``out`` and the final states over ``state``.
 
     ``q``, ``k``, ``raw_g`` [T, H, K] and ``v`` [T, H, V] are what the convolution and the projections give (not yet
-    normalised or activated); ``raw_beta`` [T, H]; ``cu_seqlens`` holds N+1 offsets into T; ``state`` [N, H, V, K]
-    fp32 holds the initial states and receives the final ones; ``out`` [T, H, V]. Rows of ``out`` that belong to no
-    sequence are left alone. Memory beyond the arguments is bounded by about ``tile_bytes``.
+    normalised or activated); ``raw_beta`` [T, H]; sequence n is the tokens ``spans[n]`` = (start, stop) of T; ``state``
+    [N, H, V, K] fp32 holds the initial states and receives the final ones; ``out`` [T, H, V]. Rows of ``out`` that
+    belong to no sequence are left alone. Memory beyond the arguments is bounded by about ``tile_bytes``.
     """
-    lengths = [cu_seqlens[i + 1] - cu_seqlens[i] for i in range(len(cu_seqlens) - 1)]
+    lengths = [stop - start for start, stop in spans]
     # Longest first: the sequences that still have a chunk at step c are then a prefix.
     order = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: -lengths[i])
     if not order:
@@ -101,8 +101,8 @@ def chunk_kda(
     tile_chunks = max(1, tile_bytes // per_chunk)
     for first in range(0, len(order), tile_chunks):
         group = order[first : first + tile_chunks]
-        starts = [cu_seqlens[i] for i in group]
-        ends = [cu_seqlens[i + 1] for i in group]
+        starts = [spans[i][0] for i in group]
+        ends = [spans[i][1] for i in group]
         steps = [-(-lengths[i] // chunk) for i in group]
         s = state[group].flatten(0, 1)
         step = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -37,6 +38,10 @@ class Inputs:
     def cu(self) -> list[int]:
         return [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(self.cu))
+
     def expected(self, n: int, rows: slice | None = None, **changed: object) -> tuple[Tensor, Tensor]:
         rows = rows or slice(self.cu[n], self.cu[n + 1])
         given = {
@@ -67,7 +72,7 @@ class Inputs:
             self.raw_g,
             self.raw_beta,
             **self.gate,
-            cu_seqlens=self.cu,
+            spans=self.spans,
             state=state,
             out=out,
             **options,
@@ -185,8 +190,8 @@ def test_cut_anywhere_prefill_continues_from_its_state() -> None:
         s, out = x.state.clone(), torch.empty_like(x.v)
         for rows in (slice(0, cut), slice(cut, 300)):
             part = [t[rows] for t in (x.q, x.k, x.v, x.raw_g, x.raw_beta)]
-            cu = [0, rows.stop - rows.start]
-            kda.chunk_kda(*part, **x.gate, cu_seqlens=cu, state=s, out=out[rows])
+            spans = [(0, rows.stop - rows.start)]
+            kda.chunk_kda(*part, **x.gate, spans=spans, state=s, out=out[rows])
         assert error(out, whole.double()) < 2e-6, cut
         assert error(s, state.double()) < 2e-6, cut
 
@@ -198,7 +203,7 @@ def test_a_batch_does_not_change_a_sequence() -> None:
         rows = slice(x.cu[n], x.cu[n + 1])
         s, alone = x.state[n : n + 1].clone(), torch.empty_like(x.v[rows])
         part = [t[rows] for t in (x.q, x.k, x.v, x.raw_g, x.raw_beta)]
-        kda.chunk_kda(*part, **x.gate, cu_seqlens=[0, length], state=s, out=alone)
+        kda.chunk_kda(*part, **x.gate, spans=[(0, length)], state=s, out=alone)
         torch.testing.assert_close(out[rows], alone, rtol=2e-5, atol=2e-6)
         torch.testing.assert_close(state[n], s[0], rtol=2e-5, atol=2e-6)
     assert torch.equal(state[3], x.state[3]), "a sequence without tokens keeps its state"
