@@ -74,13 +74,13 @@ class Epoch:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One object in the pool; the layout of its bytes is `statestore.objects`."""
+    """One object in the pool; the layout of its bytes is `statestore.reshard`'s."""
 
     key: str
     group: Group
     nbytes: int
     digests: tuple[str, ...]
-    """Hexadecimal XXH3-128 of every unit (`statestore.objects.Unit`), in order."""
+    """Hexadecimal XXH3-128 of every unit (`statestore.reshard.Unit`), in order."""
     token_lo: int
     """First token that the object covers."""
     token_hi: int

@@ -3,8 +3,8 @@
 
 vLLM's caches on a rank: a KDA layer has pages of bytes [blocks, 1, 1, page], in each the convolution state [columns,
 channels] (SD) or [channels, columns] (DS), channels = q | k | v parts of the rank's heads, then the recurrent state
-[heads, V, K], then padding; an MLA layer has rows [blocks, 1, block_size, latent width]. Layers of different groups share
-memory: a block id means something only with its group. The objects' order is statestore/objects.py's.
+[heads, V, K], then padding; an MLA layer has rows [blocks, 1, block_size, latent width]. Layers of different groups
+share memory: a block id means something only with its group. The objects' order is `statestore.reshard`'s.
 
 Staging is host memory. All work here is on whole tensors; the copies release the GIL.
 """
@@ -19,7 +19,7 @@ import torch
 
 from statestore.connector.describe import split_groups
 from statestore.geometry import Geometry
-from statestore.objects import head_bytes, local_slots, row_bytes
+from statestore.reshard import head_bytes, place, row_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -132,7 +132,7 @@ class CacheView:
         return [per_row[:, i * width : (i + 1) * width].view(dtype) for i in range(len(g.mla_layers))]
 
     def _index(self, table: list[int], tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        block, row = local_slots(tokens, self.geometry)
+        block, row = place(self.geometry, tokens)
         ids = np.asarray(table, dtype=np.int64)[block]
         return torch.from_numpy(ids), torch.from_numpy(row)
 

@@ -2,19 +2,22 @@
 """What state must pass before it may be published, and again before it may be used.
 
 A digest says that bytes arrived as they were written; it does not say that they were state when they were written: a
-null block copies perfectly. So both sides also check the recurrent part of every head and layer: some byte is not
-zero, and every number is finite. A state after one token or more is never zero: its update is a rank-one term with
-beta > 0 and a normalised key.
+null block copies perfectly. So both sides also check what no state can be:
+
+    KDA recurrent state, of every head and layer    not all zero, every number finite
+    KDA convolution columns                         every number finite (zero before the first tokens of a prompt)
+    MLA latent row, of every token and layer        not all zero, every number finite
+
+A recurrent state after one token or more is never zero: its update is a rank-one term with beta > 0 and a normalised
+key. A latent row is never zero: it is normalised.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import xxhash
-
 from statestore.connector.cache_view import Bytes
+from statestore.digest import first_not_finite, first_null, unit_digest
 from statestore.geometry import Geometry
-from statestore.objects import head_bytes
+from statestore.reshard import head_bytes
 
 
 class VerificationFailed(Exception):
@@ -25,32 +28,56 @@ class VerificationFailed(Exception):
         self.kind = kind
 
 
-def unit_digest(data: Bytes) -> str:
-    """XXH3-128 of one unit's bytes, 32 hexadecimal digits. It finds damage, not malice."""
-    return xxhash.xxh3_128_hexdigest(memoryview(data))
-
-
 def check_table(blocks: tuple[list[int], ...], action: str) -> None:
     """Raise when a block to read or write is the null block 0, which belongs to no request."""
     if any(0 in table for table in blocks):
         raise VerificationFailed("null_block", f"a block to {action} is the null block: {blocks}")
 
 
-def check_heads(data: Bytes, heads: int, geometry: Geometry) -> None:
-    """Raise when a layer's recurrent state of any head in `data` [heads, head bytes] is null."""
+def check_heads(data: Bytes, heads: int, geometry: Geometry, first_head: int = 0) -> None:
+    """Raise when the state of a head in a layer is null or not finite; `data` is [heads, head bytes].
+
+    `first_head`: what the first of them is called in the message.
+    """
     g = geometry
-    per_head = data.reshape(heads, head_bytes(g))
-    per_layer = per_head.reshape(heads, len(g.kda_layers), -1)
+    layers = len(g.kda_layers)
     recurrent_bytes = g.head_v * g.head_k * g.recurrent_bytes
-    recurrent = np.ascontiguousarray(per_layer[:, :, :recurrent_bytes])
-    nonzero = recurrent.view(np.uint32).any(axis=2)
-    if not nonzero.all():
-        head, layer = (int(i) for i in np.argwhere(~nonzero)[0])
+    states = data.reshape(heads * layers, head_bytes(g) // layers)
+    recurrent, conv = states[:, :recurrent_bytes], states[:, recurrent_bytes:]
+
+    def where(index: int) -> str:
+        head, layer = divmod(index, layers)
+        return f"head {first_head + head}, layer {g.kda_layers[layer]}"
+
+    null = first_null(recurrent)
+    if null is not None:
+        raise VerificationFailed("null_state", f"KDA state of {where(null)} is all zeros")
+    for name, part, dtype in (
+        ("recurrent", recurrent, g.recurrent_dtype),
+        ("convolution", conv, g.conv_dtype),
+    ):
+        bad = first_not_finite(part, dtype)
+        if bad is not None:
+            raise VerificationFailed(
+                "not_finite", f"KDA {name} state of {where(bad)} has a number that is not finite"
+            )
+
+
+def check_rows(data: Bytes, geometry: Geometry) -> None:
+    """Raise when a latent row of a token in a layer is null or not finite; `data` is [tokens, row bytes]."""
+    g = geometry
+    layers = len(g.mla_layers)
+    rows = data.reshape(-1, g.latent_row_bytes)
+    null = first_null(rows)
+    if null is not None:
+        row, layer = divmod(null, layers)
+        raise VerificationFailed("null_state", f"MLA row {row}, layer {g.mla_layers[layer]} is all zeros")
+    bad = first_not_finite(rows, g.kv_cache_dtype)
+    if bad is not None:
+        row, layer = divmod(bad, layers)
         raise VerificationFailed(
-            "null_state", f"KDA state of head {head} (of this rank), layer {g.kda_layers[layer]} is all zeros"
+            "not_finite", f"MLA row {row}, layer {g.mla_layers[layer]} has a number that is not finite"
         )
-    if g.recurrent_dtype == "float32" and not np.isfinite(recurrent.view(np.float32)).all():
-        raise VerificationFailed("not_finite", "KDA state has a number that is not finite")
 
 
 def check_digest(data: Bytes, expected: str, what: str) -> None:

@@ -9,19 +9,20 @@ checks of the ordinary path must then find it. `damage: swap` puts another reque
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
 from statestore.boundary import BoundaryRecord
 from statestore.connector.cache_view import Bytes
 from statestore.pool import Pool
-from statestore.read_plan import Piece
+from statestore.reshard import Piece
 
 _lock = threading.Lock()
 _previous: dict[str, Bytes] = {}
 
 
-def inject(kind: str, pool: Pool, record: BoundaryRecord, pieces: list[Piece]) -> None:
+def inject(kind: str, pool: Pool, record: BoundaryRecord, pieces: Sequence[Piece]) -> None:
     """Damage the first KDA object among `pieces`. Raises ValueError for an unknown kind."""
     entry = next(piece.entry for piece in pieces if piece.entry.group == "kda")
     with pool.staging(entry.nbytes, 10.0) as staging:

@@ -6,17 +6,15 @@ A load that fails has written nothing, so what vLLM recomputes afterwards starts
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import numpy as np
 
 from statestore.connector import faults
 from statestore.connector.cache_view import Bytes, CacheView
-from statestore.connector.checks import VerificationFailed, check_digest, check_heads, check_table
+from statestore.connector.checks import VerificationFailed, check_digest, check_heads, check_rows, check_table
 from statestore.connector.messages import LoadJob, RankReport
 from statestore.geometry import Geometry, GeometryError
 from statestore.pool import Pool
-from statestore.read_plan import Piece, RecordIncomplete, plan
+from statestore.reshard import GeometryMismatch, Piece, ReadPlan, RecordIncomplete, plan_read
 
 
 class Loader:
@@ -35,47 +33,35 @@ class Loader:
         record = job.record
         try:
             source = Geometry.from_json(record.geometry)
-            pieces = plan(record, source, self._geometry, self._rank, job.local_tokens)
+            plan = plan_read(record, source, self._geometry, self._rank, job.local_tokens)
+        except GeometryMismatch as error:
+            raise VerificationFailed("geometry", str(error)) from error
         except (RecordIncomplete, GeometryError) as error:
             raise VerificationFailed("record", str(error)) from error
         if self._damage != "none":
-            faults.inject(self._damage, self._pool, record, pieces)
-        report.nbytes = sum(piece.unit.nbytes for piece in pieces)
-        with self._pool.staging(report.nbytes, self._timeout) as staging:
-            placed = self._read(pieces, staging)
+            faults.inject(self._damage, self._pool, record, plan.pieces)
+        report.nbytes = plan.nbytes
+        with self._pool.staging(plan.nbytes, self._timeout) as staging:
+            self._read(plan, staging)
+            placed = [(piece, staging[piece.at : piece.at + piece.unit.nbytes]) for piece in plan.pieces]
             if self._verify:
                 for piece, data in placed:
                     check_digest(data, piece.digest, f"{piece.entry.key} at byte {piece.unit.offset}")
                     if piece.tokens is None:
-                        check_heads(data, 1, self._geometry)
+                        check_heads(data, 1, self._geometry, piece.unit.first)
+                    else:
+                        check_rows(data, self._geometry)
             for piece, data in placed:
                 self._write(job, piece, data)
 
-    def _read(self, pieces: list[Piece], staging: Bytes) -> list[tuple[Piece, Bytes]]:
-        """One ranged read an object; neighbouring pieces as one range."""
-        placed: list[tuple[Piece, Bytes]] = []
-        at = 0
-        for key, of_key in groupby(pieces, key=lambda piece: piece.entry.key):
-            ranges: list[tuple[int, int, int]] = []
-            nbytes = 0
-            for piece in of_key:
-                unit = piece.unit
-                placed.append((piece, staging[at : at + unit.nbytes]))
-                if ranges and ranges[-1][0] + ranges[-1][2] == unit.offset:
-                    source, target, length = ranges[-1]
-                    ranges[-1] = (source, target, length + unit.nbytes)
-                else:
-                    ranges.append((unit.offset, at, unit.nbytes))
-                at += unit.nbytes
-                nbytes = piece.entry.nbytes
-            if [(0, nbytes)] == [(source, length) for source, _, length in ranges]:
-                target = ranges[0][1]
-                self._pool.get_into(key, [staging[target : target + nbytes]])
+    def _read(self, plan: ReadPlan, staging: Bytes) -> None:
+        """One call an object."""
+        for read in plan.reads():
+            ranges = [(source, staging[at : at + nbytes]) for source, at, nbytes in read.ranges]
+            if read.whole:
+                self._pool.get_into(read.entry.key, [ranges[0][1]])
             else:
-                self._pool.get_ranges(
-                    key, [(source, staging[to : to + length]) for source, to, length in ranges]
-                )
-        return placed
+                self._pool.get_ranges(read.entry.key, ranges)
 
     def _write(self, job: LoadJob, piece: Piece, data: Bytes) -> None:
         if piece.tokens is None or piece.wanted is None:

@@ -5,21 +5,13 @@ from __future__ import annotations
 
 import logging
 
-from statestore.boundary import Group, ObjectEntry, object_key
+from statestore.boundary import ObjectEntry, object_key
 from statestore.connector.cache_view import Bytes, CacheView
-from statestore.connector.checks import check_heads, check_table, unit_digest
+from statestore.connector.checks import check_heads, check_rows, check_table
 from statestore.connector.messages import PublishJob, RankReport
-from statestore.objects import (
-    Packing,
-    Unit,
-    head_bytes,
-    kda_units,
-    mla_units,
-    row_bytes,
-    row_tokens,
-    token_slice,
-)
+from statestore.digest import unit_digest
 from statestore.pool import Pool, PoolError
+from statestore.reshard import ObjectPlan, Packing, plan_write
 
 log = logging.getLogger(__name__)
 
@@ -34,51 +26,46 @@ class Publisher:
     def publish(self, job: PublishJob, report: RankReport) -> None:
         """Write the objects and name them in `report`; on any error remove what was written, then raise it."""
         check_table(job.blocks, "publish")
+        g = self._geometry
         try:
-            self._heads(job, report)
-            self._rows(job, report)
+            for plan in plan_write(
+                g, self._rank, job.length, Packing(job.packing_dcp, job.packing_interleave)
+            ):
+                with self._pool.staging(plan.nbytes, self._timeout) as data:
+                    if plan.group == "kda":
+                        self._view.gather_heads(job.blocks, data)
+                        check_heads(data, g.heads_per_rank, g, plan.units[0].first)
+                    else:
+                        self._view.gather_rows(job.blocks, plan.tokens, data)
+                        check_rows(data, g)
+                    self._put(job, report, plan, data)
         except BaseException:
             self._remove([entry.key for entry in report.objects])
             report.objects = []
             raise
 
-    def _heads(self, job: PublishJob, report: RankReport) -> None:
-        g = self._geometry
-        with self._pool.staging(g.heads_per_rank * head_bytes(g), self._timeout) as data:
-            self._view.gather_heads(job.blocks, data)
-            check_heads(data, g.heads_per_rank, g)
-            self._put(job, report, "kda", data, kda_units(g, self._rank), range(job.length))
-
-    def _rows(self, job: PublishJob, report: RankReport) -> None:
-        g = self._geometry
-        # MLA rows are the same on every rank: each writes its share of the tokens, so that they are stored once.
-        tokens = token_slice(job.length, g.tp, self._rank)
-        if not tokens:
-            return
-        packing = Packing(job.packing_dcp, job.packing_interleave)
-        with self._pool.staging(len(tokens) * row_bytes(g), self._timeout) as data:
-            self._view.gather_rows(job.blocks, row_tokens(tokens, packing), data)
-            self._put(job, report, "mla", data, mla_units(g, tokens, packing), tokens)
-
-    def _put(
-        self, job: PublishJob, report: RankReport, group: Group, data: Bytes, units: list[Unit], tokens: range
-    ) -> None:
-        key = object_key(self._geometry.model_digest, job.epoch, group, self._rank)
-        digests = tuple(unit_digest(data[unit.offset : unit.offset + unit.nbytes]) for unit in units)
-        placement = self._pool.put(key, [data], preferred_segment=job.segment)
+    def _put(self, job: PublishJob, report: RankReport, plan: ObjectPlan, data: Bytes) -> None:
+        key = object_key(self._geometry.model_digest, job.epoch, plan.group, self._rank)
+        digests = tuple(unit_digest(data[unit.offset : unit.offset + unit.nbytes]) for unit in plan.units)
+        placement = self._pool.put(key, [data], preferred_segment=self._segment(job))
         report.objects.append(
             ObjectEntry(
                 key=key,
-                group=group,
+                group=plan.group,
                 nbytes=data.nbytes,
                 digests=digests,
-                token_lo=tokens.start,
-                token_hi=tokens.stop,
+                token_lo=plan.token_lo,
+                token_hi=plan.token_hi,
                 null_free=True,
                 segment=placement.segment,
             )
         )
         report.nbytes += data.nbytes
+
+    def _segment(self, job: PublishJob) -> str:
+        """Where to write: into the segment of the reading worker's rank that this rank's number falls on."""
+        segments = job.segment.split(",")
+        return segments[self._rank % len(segments)]
 
     def _remove(self, keys: list[str]) -> None:
         try:

@@ -16,10 +16,12 @@ The block table is the same on all ranks of a role. All functions work on arrays
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from statestore.geometry import Geometry
-from statestore.reshard.ranges import Ints
+
+Ints = NDArray[np.int64]
+"""One-dimensional 64-bit indices or byte counts."""
 
 
 def owner(tokens: ArrayLike, dcp: int, interleave: int) -> Ints:

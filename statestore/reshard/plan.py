@@ -1,70 +1,207 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of one rank: what it writes of a handover, and what it reads."""
+"""The plans of one rank: what it stores of a boundary, and what it takes from one.
+
+A rank reads the heads it owns, from whichever rank wrote them, and the latent rows of the tokens it owns under its own
+DCP layout. When rows were packed for another layout, a unit may hold rows of other ranks too; they are read with it
+(digests cover whole units) and not used. `ReadPlan.bytes_needed` is what the rank uses, so that the excess is counted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+
+from statestore.boundary import BoundaryRecord, Group, ObjectEntry
 from statestore.geometry import Geometry
 from statestore.reshard.compat import compatible
-from statestore.reshard.kda import KdaSourceRead, KdaWrite, kda_read, kda_write
-from statestore.reshard.mla import CELL_ROWS, MlaShard, MlaSourceRead, Packing, mla_read, mla_shard
+from statestore.reshard.objects import (
+    Packing,
+    Unit,
+    heads_of,
+    kda_units,
+    mla_units,
+    row_bytes,
+    row_tokens,
+    written_tokens,
+)
+from statestore.reshard.ownership import Ints, owner
+
+
+class RecordIncomplete(ValueError):
+    """A committed record that does not name every object, or names one of another layout."""
 
 
 @dataclass(frozen=True)
-class WritePlan:
-    """What a prefill rank writes for tokens [start, stop) and the state after token stop - 1."""
+class ObjectPlan:
+    """One object that a rank stores."""
 
-    kda: KdaWrite
-    mla: MlaShard
+    group: Group
+    units: tuple[Unit, ...]
+    """In the object's order; they cover it without a gap."""
+    tokens: Ints
+    """mla: the token of each row; kda: empty, its heads are the rank's in order."""
+    token_lo: int
+    token_hi: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rank's objects together; the store must have room for them."""
-        return self.kda.layout.nbytes + self.mla.layout.nbytes
+        """Bytes of the object."""
+        return self.units[-1].offset + self.units[-1].nbytes
 
 
 def plan_write(
-    src: Geometry, rank: int, start: int, stop: int, packing: Packing | None = None, *, history: int = 0
-) -> WritePlan:
-    """Write plan of prefill rank `rank`. Raises ValueError for a rank, a token range or a history that is not."""
-    return WritePlan(kda_write(src, history), mla_shard(src, rank, start, stop, packing))
+    geometry: Geometry, rank: int, length: int, packing: Packing | None = None
+) -> tuple[ObjectPlan, ...]:
+    """Objects that TP rank `rank` stores of a boundary of `length` tokens: kda, then mla; an empty one is left out.
+
+    Raises ValueError for a rank or a length that does not exist.
+    """
+    if length < 1:
+        raise ValueError(f"length {length} is no boundary; it needs at least one token")
+    packing = packing or Packing()
+    plans = []
+    heads = kda_units(geometry, rank)
+    if heads:
+        plans.append(ObjectPlan("kda", heads, np.empty(0, dtype=np.int64), 0, length))
+    tokens = written_tokens(geometry, length, rank)
+    rows = mla_units(geometry, tokens, packing)
+    if rows:
+        lo, hi = int(tokens[0]), int(tokens[-1]) + 1
+        plans.append(ObjectPlan("mla", rows, row_tokens(tokens, packing), lo, hi))
+    return tuple(plans)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One unit to read, and its place in the caches."""
+
+    entry: ObjectEntry
+    unit: Unit
+    digest: str
+    at: int
+    """Byte at which it is staged."""
+    head: int = -1
+    """kda: index on the reading rank."""
+    tokens: Ints | None = None
+    """mla: the token of each row."""
+    wanted: NDArray[np.bool_] | None = None
+    """mla: which rows this rank owns and does not hold yet."""
+
+
+@dataclass(frozen=True)
+class ObjectRead:
+    """The ranges to read of one object."""
+
+    entry: ObjectEntry
+    ranges: tuple[tuple[int, int, int], ...]
+    """(byte in the object, byte in the staging region, bytes); neighbouring pieces are one range."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the object is read, as one range."""
+        return len(self.ranges) == 1 and self.ranges[0][2] == self.entry.nbytes
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What a decode rank reads, source by source. A group without sources needs nothing of it."""
+    """What a rank takes. `pieces` of one object are neighbours, in its order."""
 
-    kda: tuple[KdaSourceRead, ...]
-    mla: tuple[MlaSourceRead, ...]
+    pieces: tuple[Piece, ...]
+    bytes_needed: int
+    """Bytes that end in the rank's caches."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that cross the wire, which is also the staging room that the rank needs."""
-        return sum(read.nbytes for read in self.kda) + sum(read.nbytes for read in self.mla)
+        return sum(piece.unit.nbytes for piece in self.pieces)
 
-    @property
-    def bytes_needed(self) -> int:
-        """Bytes that end in the rank's cache."""
-        return sum(read.nbytes for read in self.kda) + sum(read.bytes_needed for read in self.mla)
+    def reads(self) -> tuple[ObjectRead, ...]:
+        """The same bytes as few ranges."""
+        reads = []
+        for _, of_object in groupby(self.pieces, key=lambda piece: piece.entry.key):
+            ranges: list[tuple[int, int, int]] = []
+            for piece in of_object:
+                unit = piece.unit
+                if ranges and ranges[-1][0] + ranges[-1][2] == unit.offset:
+                    source, target, nbytes = ranges[-1]
+                    ranges[-1] = (source, target, nbytes + unit.nbytes)
+                else:
+                    ranges.append((unit.offset, piece.at, unit.nbytes))
+            reads.append(ObjectRead(piece.entry, tuple(ranges)))
+        return tuple(reads)
 
 
 def plan_read(
-    src: Geometry,
-    dst: Geometry,
-    rank: int,
-    start: int,
-    stop: int,
-    packing: Packing | None = None,
-    *,
-    want: tuple[int, int] | None = None,
-    max_gap: int = 0,
-    cell_rows: int | None = CELL_ROWS,
+    record: BoundaryRecord, source: Geometry, target: Geometry, rank: int, local_tokens: int = 0
 ) -> ReadPlan:
-    """Read plan of decode rank `rank`; parameters as in `mla_read`.
+    """What TP rank `rank` of `target` reads of a boundary that `source` wrote.
 
-    Raises `GeometryMismatch` when the geometries do not map, ValueError for a rank or range that does not exist.
+    Rows of tokens below `local_tokens` are not read, except where they share a unit with rows that are.
+    Raises GeometryMismatch when the geometries do not map, RecordIncomplete naming what the record lacks, ValueError
+    for a rank or a number of local tokens that does not exist.
     """
-    compatible(src, dst)
-    mla = mla_read(src, dst, rank, start, stop, packing, want=want, max_gap=max_gap, cell_rows=cell_rows)
-    return ReadPlan(kda_read(src, dst, rank), mla)
+    compatible(source, target)
+    if not 0 <= local_tokens <= record.length:
+        raise ValueError(f"local_tokens={local_tokens} is outside [0, {record.length}]")
+    if len(record.ranks) != source.tp:
+        raise RecordIncomplete(
+            f"boundary {record.id} has entries of {len(record.ranks)} ranks; its geometry says tp={source.tp}"
+        )
+    mine = heads_of(target, rank)
+    dcp_rank = target.dcp_rank(rank)
+    packing = Packing(record.packing_dcp, record.packing_interleave)
+    pieces: list[Piece] = []
+    at = needed = 0
+    # Every reader begins at another writer, so that readers spread over the writers.
+    for step in range(source.tp):
+        writer = (rank * source.tp // target.tp + step) % source.tp
+        for plan in plan_write(source, writer, record.length, packing):
+            if plan.group == "mla" and plan.token_hi <= local_tokens:
+                continue
+            if plan.group == "kda" and not _overlap(heads_of(source, writer), mine):
+                continue
+            for entry, unit, digest in _written(record, writer, plan):
+                if plan.group == "kda":
+                    if unit.first not in mine:
+                        continue
+                    pieces.append(Piece(entry, unit, digest, at, head=unit.first - mine.start))
+                    needed += unit.nbytes
+                else:
+                    tokens = plan.tokens[unit.first : unit.first + unit.count]
+                    wanted = owner(tokens, target.dcp, target.interleave) == dcp_rank
+                    wanted &= tokens >= local_tokens
+                    if not wanted.any():
+                        continue
+                    pieces.append(Piece(entry, unit, digest, at, tokens=tokens, wanted=wanted))
+                    needed += int(wanted.sum()) * row_bytes(target)
+                at += unit.nbytes
+    return ReadPlan(tuple(pieces), needed)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _written(
+    record: BoundaryRecord, writer: int, plan: ObjectPlan
+) -> Iterable[tuple[ObjectEntry, Unit, str]]:
+    """Units of one object with their digests."""
+    for entry in record.ranks[writer].objects:
+        if entry.group != plan.group:
+            continue
+        if (
+            len(entry.digests) != len(plan.units)
+            or entry.nbytes != plan.nbytes
+            or (entry.token_lo, entry.token_hi) != (plan.token_lo, plan.token_hi)
+        ):
+            raise RecordIncomplete(
+                f"object {entry.key}: {len(entry.digests)} digests, {entry.nbytes} bytes and tokens "
+                f"[{entry.token_lo}, {entry.token_hi}) for {len(plan.units)} units of {plan.nbytes} bytes and tokens "
+                f"[{plan.token_lo}, {plan.token_hi}); it was written in another layout"
+            )
+        return [(entry, unit, digest) for unit, digest in zip(plan.units, entry.digests, strict=True)]
+    raise RecordIncomplete(f"boundary {record.id}: rank {writer} has no {plan.group} object")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
@@ -43,78 +44,68 @@ def geometry(**changes: Any) -> Geometry:
     return dataclasses.replace(BASE, **changes)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A boundary of `length` tokens that `source` writes and `target` reads."""
+
+    source: Geometry
+    target: Geometry
+    length: int
+    packing: Packing
+    local_tokens: int = 0
+
+    @property
+    def matching(self) -> bool:
+        """Whether the rows are packed for the reader."""
+        return self.packing == Packing.for_reader(self.target)
+
+
+def _side(draw: st.DrawFn, tp: int, shared: dict[str, Any], dcps: list[int]) -> Geometry:
+    block_size = draw(st.one_of(st.integers(1, 12), st.sampled_from([16, 24, 32, 48, 64])))
+    divisors = [i for i in range(1, block_size + 1) if block_size % i == 0]
+    return geometry(
+        **shared,
+        tp=tp,
+        dcp=draw(st.sampled_from([c for c in dcps if tp % c == 0])),
+        interleave=draw(st.sampled_from(divisors)),
+        block_size=block_size,
+        num_spec=draw(st.integers(0, 4)),
+        conv_layout=draw(st.sampled_from(["SD", "DS"])),
+    )
+
+
 @st.composite
-def kda_pairs(draw: st.DrawFn) -> tuple[Geometry, Geometry, int, int]:
-    """(prefill, decode, prefill history column, decode history column)."""
-    a, b = draw(st.sampled_from(TP_SIZES)), draw(st.sampled_from(TP_SIZES))
+def cases(draw: st.DrawFn, longest: int = 5000, small_tp: bool = False) -> Case:
+    """Any pair of geometries that map, with every TP size, DCP on either side, and any packing.
+
+    `small_tp`: at most 4 ranks a side, for tests that lay out whole caches with plain loops.
+    """
+    sizes = TP_SIZES[:4] if small_tp else TP_SIZES
+    a, b = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
     step = math.lcm(a, b)
-    heads = step * draw(st.integers(-(-LEAST_HEADS // step), MOST_HEADS // step))
+    most = LEAST_HEADS if small_tp else MOST_HEADS
     shared = {
-        "num_heads": heads,
+        "num_heads": step
+        * draw(st.integers(-(-LEAST_HEADS // step), max(most // step, -(-LEAST_HEADS // step)))),
         "head_k": draw(st.integers(1, 3)),
         "head_v": draw(st.integers(1, 3)),
         "conv_width": draw(st.integers(2, 5)),
-        "kda_layers": tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=2)))),
-        "mla_layers": (10,),
-    }
-    sides, histories = [], []
-    for tp in (a, b):
-        num_spec = draw(st.integers(0, 4))
-        sides.append(
-            geometry(
-                **shared,
-                tp=tp,
-                dcp=draw(st.sampled_from([c for c in DCP_SIZES if tp % c == 0])),
-                num_spec=num_spec,
-                conv_layout=draw(st.sampled_from(["SD", "DS"])),
-                block_size=draw(st.integers(1, 64)),
-            )
-        )
-        histories.append(draw(st.integers(0, num_spec)))
-    return sides[0], sides[1], histories[0], histories[1]
-
-
-@st.composite
-def mla_cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of `check_mla`."""
-    sides = []
-    shared = {
+        "kda_layers": tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=2)))),
         "mla_layers": tuple(sorted(draw(st.sets(st.integers(4, 9), min_size=1, max_size=2)))),
-        "kv_cache_dtype": draw(st.sampled_from(["bfloat16", "float8_e4m3"])),
+        "recurrent_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        "kv_cache_dtype": draw(st.sampled_from(["bfloat16", "float32", "float8_e4m3"])),
         "latent_width": draw(st.integers(2, 5)),
     }
-    for role in ("prefill", "decode"):
-        tp = draw(st.sampled_from(TP_SIZES))
-        dcps = [c for c in DCP_SIZES if tp % c == 0]
-        dcp = draw(st.sampled_from(dcps)) if role == "decode" else draw(st.sampled_from([1, 1, *dcps]))
-        block_size = draw(st.one_of(st.integers(1, 12), st.sampled_from([16, 24, 32, 48, 64])))
-        divisors = [i for i in range(1, block_size + 1) if block_size % i == 0]
-        sides.append(
-            geometry(
-                **shared, tp=tp, dcp=dcp, block_size=block_size, interleave=draw(st.sampled_from(divisors))
-            )
-        )
-    src, dst = sides
-    start = draw(st.one_of(st.just(0), st.integers(0, 80)))
-    stop = start + draw(st.one_of(st.integers(0, 40), st.integers(0, 300)))
+    # Writers seldom have DCP.
+    source = _side(draw, a, shared, [1, 1, 1, *DCP_SIZES])
+    target = _side(draw, b, shared, list(DCP_SIZES))
+    length = draw(st.one_of(st.integers(1, 40), st.integers(1, min(300, longest)), st.integers(1, longest)))
     packing = draw(
         st.one_of(
-            st.just(Packing.for_reader(dst)),
+            st.just(Packing.for_reader(target)),
             st.just(Packing()),
             st.builds(Packing, st.sampled_from(DCP_SIZES), st.integers(1, 20)),
         )
     )
-    want = None
-    if draw(st.booleans()):
-        low = draw(st.integers(start, stop))
-        want = (low, draw(st.integers(low, stop)))
-    return {
-        "src": src,
-        "dst": dst,
-        "start": start,
-        "stop": stop,
-        "packing": packing,
-        "want": want,
-        "max_gap": draw(st.sampled_from([0, 0, 1, 5])),
-        "cell_rows": draw(st.sampled_from([None, None, 1, 4, 16, 1024])),
-    }
+    local = draw(st.one_of(st.just(0), st.integers(0, length)))
+    return Case(source, target, length, packing, local)

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out plans on numpy caches, as a worker does on tensors, and checks the result against the reference.
+"""Carries out plans on bytes, and checks the result against the reference.
 
-`check_kda` and `check_mla` raise AssertionError when a byte is wrong, missing, written twice, read twice or read for
-nothing. A `tamper` function changes each read plan before it is carried out: the negative controls.
+`check` raises AssertionError when a head or a row is wrong, missing, stored twice, read twice, or read for nothing.
+`tamper` changes each read plan before it is carried out, `writes` replaces the writer's plan: the negative controls.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import reshard_reference as reference
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+from reshard_cases import Case
 
-from statestore.digest import digest_pieces
-from statestore.geometry import Geometry
-from statestore.reshard import (
-    ConvView,
-    KdaSourceRead,
-    MlaSourceRead,
-    Packing,
-    Part,
-    Ranges,
-    compatible,
-    kda_read,
-    kda_write,
-    mla_read,
-    mla_shard,
-)
+from statestore.boundary import BoundaryRecord, Epoch, ObjectEntry, RankEntry, object_key
+from statestore.digest import unit_digest
+from statestore.reshard import CHUNK, ObjectPlan, ReadPlan, plan_read, plan_write, row_bytes
+
+Bytes = NDArray[np.uint8]
 
 RATIO = 1.02
-"""Most bytes moved for a needed byte."""
+"""Most bytes moved for a needed byte, when the rows are packed for the reader."""
 
 STAGED_PATTERN = 0x5A
 
@@ -57,225 +47,159 @@ class Tally:
 TALLIES: dict[str, Tally] = {}
 
 
-def strided(flat: NDArray[np.generic], view: ConvView) -> NDArray[np.generic]:
-    """The view's elements, after checking that it stays inside the block's tensor."""
-    last = view.offset + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
-    assert 0 <= view.offset <= last < flat.size, f"view {view} leaves the tensor of {flat.size}"
-    size = flat.itemsize
-    return as_strided(flat[view.offset :], view.shape, [step * size for step in view.strides])
+def record_of(case: Case, ranks: list[list[ObjectEntry]]) -> BoundaryRecord:
+    """A committed record with these objects."""
+    return BoundaryRecord(
+        id="b",
+        model_digest=case.source.model_digest,
+        prefix_hash="ab",
+        length=case.length,
+        epoch=Epoch(7, 1),
+        owner="p0",
+        geometry=case.source.to_json(),
+        packing_dcp=case.packing.dcp,
+        packing_interleave=case.packing.interleave,
+        state="committed",
+        ranks=tuple(RankEntry(n, "written", tuple(objects)) for n, objects in enumerate(ranks)),
+    )
 
 
-def carry_out(ranges: Ranges, source: NDArray[np.uint8], nbytes: int) -> tuple[NDArray[np.uint8], int]:
-    """Copy the ranges; no byte of the object is read twice, and every byte of the region is written once."""
-    region = np.full(nbytes, STAGED_PATTERN, np.uint8)
-    read = np.zeros(len(source), np.int64)
-    written = np.zeros(nbytes, np.int64)
-    for at, to, size in ranges:
-        assert at >= 0, "range begins before the object"
-        assert at + size <= len(source), "range leaves the object"
-        assert to + size <= nbytes, "range leaves the staged region"
-        region[to : to + size] = source[at : at + size]
-        read[at : at + size] += 1
-        written[to : to + size] += 1
-    assert read.max(initial=0) <= 1, "a byte is read twice"
-    assert (written == 1).all(), "a staged byte is written twice or never"
-    return region, ranges.total
-
-
-def kda_object(cache: reference.KdaCache, geometry: Geometry, history: int) -> NDArray[np.uint8]:
-    """What a prefill rank puts into the store."""
-    plan = kda_write(geometry, history)
-    out = np.full(plan.layout.nbytes, STAGED_PATTERN, np.uint8)
-    count = np.zeros(plan.layout.nbytes, np.int64)
-
-    def put(layer: int, part: Part, values: NDArray[np.generic]) -> None:
-        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        at = plan.layout.offset(layer, part)
-        out[at : at + len(raw)] = raw
-        count[at : at + len(raw)] += 1
-
-    for layer in range(plan.layout.layers):
-        put(layer, Part.RECURRENT, cache.recurrent[layer])
-        for part, view in zip((Part.CONV_Q, Part.CONV_K, Part.CONV_V), plan.conv, strict=True):
-            put(layer, part, strided(cache.conv[layer], view))
-    assert (count == 1).all(), "a byte of the object is written twice or never"
-    return out
-
-
-def _unpack_kda(
-    read: KdaSourceRead,
-    region: NDArray[np.uint8],
-    dst: Geometry,
-    history: int,
-    cache: reference.KdaCache,
-    counts: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> None:
-    heads = slice(read.dst_head, read.dst_head + read.heads)
-    views = read.conv_views(dst, history)
-    for layer in range(read.layout.layers):
-        for part in Part:
-            at = read.layout.offset(layer, part)
-            raw = region[at : at + read.heads * read.layout.head_bytes[part]]
-            if part is Part.RECURRENT:
-                target = cache.recurrent[layer, heads]
-                target[...] = raw.view(np.uint32).reshape(target.shape)
-                counts[0][layer, heads] += 1
+def publish(
+    case: Case,
+    world: reference.World,
+    writes: Callable[..., tuple[ObjectPlan, ...]] = plan_write,
+) -> tuple[BoundaryRecord, dict[str, Bytes]]:
+    """What the writing ranks put into the store; together they store every head and every token once."""
+    source = case.source
+    owners = reference.owners(case.length, source.dcp, source.interleave)
+    readers = reference.owners(case.length, case.packing.dcp, case.packing.interleave)
+    objects: dict[str, Bytes] = {}
+    ranks: list[list[ObjectEntry]] = []
+    heads: list[int] = []
+    tokens: list[int] = []
+    per_rank = source.num_heads // source.tp
+    for rank in range(source.tp):
+        entries = []
+        for plan in writes(source, rank, case.length, case.packing):
+            if plan.group == "kda":
+                mine = [unit.first for unit in plan.units]
+                assert mine == list(range(rank * per_rank, (rank + 1) * per_rank)), "not the rank's heads"
+                heads += mine
+                raw = b"".join(world.head(head) for head in mine)
             else:
-                view = views[part - Part.CONV_Q]
-                strided(cache.conv[layer], view)[...] = raw.view(np.uint16).reshape(view.shape)
-                strided(counts[1][layer], view)[...] += 1
+                assert (owners[plan.tokens] == rank % source.dcp).all(), (
+                    "stores a token that it does not hold"
+                )
+                assert (plan.token_lo, plan.token_hi - 1) == (plan.tokens.min(), plan.tokens.max())
+                tokens += plan.tokens.tolist()
+                raw = np.ascontiguousarray(world.rows[:, plan.tokens].swapaxes(0, 1)).tobytes()
+                for unit in plan.units:
+                    of_unit = plan.tokens[unit.first : unit.first + unit.count]
+                    assert 0 < unit.count <= CHUNK
+                    assert unit.nbytes == unit.count * row_bytes(source)
+                    assert (np.diff(of_unit) > 0).all(), "tokens out of order in a unit"
+                    assert (readers[of_unit] == unit.owner).all(), "rows of another owner in a unit"
+            data = np.frombuffer(raw, dtype=np.uint8)
+            at = 0
+            for unit in plan.units:
+                assert unit.offset == at, "units leave a gap or overlap"
+                at += unit.nbytes
+            assert at == plan.nbytes == len(data), "units do not cover the object"
+            key = object_key(source.model_digest, Epoch(7, 1), plan.group, rank)
+            objects[key] = data
+            digests = tuple(unit_digest(data[u.offset : u.offset + u.nbytes]) for u in plan.units)
+            entries.append(
+                ObjectEntry(key, plan.group, len(data), digests, plan.token_lo, plan.token_hi, null_free=True)
+            )
+        ranks.append(entries)
+    assert heads == list(range(source.num_heads)), "a head is stored twice or never"
+    assert sorted(tokens) == list(range(case.length)), "a token is stored twice or never"
+    return record_of(case, ranks), objects
 
 
-def check_kda(
-    src: Geometry,
-    dst: Geometry,
+def carry_out(plan: ReadPlan, objects: dict[str, Bytes]) -> Bytes:
+    """Read the ranges; no byte is read twice, and every byte of the staging region is written once."""
+    region = np.full(plan.nbytes, STAGED_PATTERN, np.uint8)
+    written = np.zeros(plan.nbytes, np.int64)
+    for read in plan.reads():
+        source = objects[read.entry.key]
+        seen = np.zeros(len(source), np.int64)
+        for at, to, size in read.ranges:
+            assert 0 <= at < at + size <= len(source), "a range leaves the object"
+            assert 0 <= to < to + size <= plan.nbytes, "a range leaves the staging region"
+            region[to : to + size] = source[at : at + size]
+            seen[at : at + size] += 1
+            written[to : to + size] += 1
+        assert seen.max() <= 1, "a byte is read twice"
+        assert read.whole == bool(seen.all() and len(read.ranges) == 1)
+    assert (written == 1).all(), "a staged byte is written twice or never"
+    return region
+
+
+def check(
+    case: Case,
     *,
-    seed: int = 0,
-    src_history: int = 0,
-    dst_history: int = 0,
-    tamper: Callable[[KdaSourceRead], KdaSourceRead] = lambda read: read,
+    tamper: Callable[[ReadPlan], ReadPlan] = lambda plan: plan,
+    writes: Callable[..., tuple[ObjectPlan, ...]] = plan_write,
     tally: str = "",
 ) -> None:
-    """Every decode rank, from write to cache."""
-    compatible(src, dst)
-    world = reference.KdaWorld.random(src, seed)
-    caches = [reference.kda_cache(world, src, rank, src_history)[0] for rank in range(src.tp)]
-    objects = [kda_object(cache, src, src_history) for cache in caches]
-    written = [[digest_pieces(raw, cell) for cell in kda_write(src, src_history).cells()] for raw in objects]
+    """Every reading rank, from the objects to what goes into its caches."""
+    source, target = case.source, case.target
+    world = reference.World.random(source, case.length)
+    record, objects = publish(case, world, writes)
+    owners = reference.owners(case.length, target.dcp, target.interleave)
+    per_rank = target.num_heads // target.tp
+    head_size = len(world.head(0))
+    row_size = len(world.token(0))
     total_moved = total_needed = 0
-    for rank in range(dst.tp):
-        want, recurrent_count, conv_count = reference.kda_cache(world, dst, rank, dst_history)
-        cache = reference.empty_kda_cache(dst)
-        counts = (np.zeros_like(recurrent_count), np.zeros_like(conv_count))
-        moved = 0
-        for read in map(tamper, kda_read(src, dst, rank)):
-            region, size = carry_out(read.ranges, objects[read.src_rank], read.nbytes)
-            moved += size
-            assert size == sum(piece.nbytes for piece in read.pieces()), "pieces and ranges differ"
-            for piece in read.pieces():
-                whole = objects[read.src_rank][piece.byte_offset :][: piece.nbytes]
-                staged = read.layout.offset(piece.layer, piece.part)
-                assert (region[staged : staged + piece.nbytes] == whole).all(), "a piece is not where it says"
-            for cell in read.cells():
-                digest = digest_pieces(region, cell)
-                assert digest == written[read.src_rank][cell.index], "a cell's digest differs"
-            _unpack_kda(read, region, dst, dst_history, cache, counts)
-        assert (counts[0] == recurrent_count).all(), "recurrent element written twice, never or for nothing"
-        assert (counts[1] == conv_count).all(), "conv element written twice, never or for nothing"
-        assert (cache.recurrent == want.recurrent).all(), "recurrent state differs"
-        assert (cache.conv == want.conv).all(), "convolution state differs"
-        needed = int(recurrent_count.sum()) * 4 + int(conv_count.sum()) * 2
-        assert moved <= RATIO * needed, f"moved {moved} bytes for {needed}"
-        total_moved += moved
-        total_needed += needed
-    assert total_needed == src.sizes.kda == dst.sizes.kda
-    if tally:
-        TALLIES.setdefault(tally, Tally()).add(dst.tp, total_moved, total_needed)
-
-
-def mla_objects(
-    world: NDArray[np.uint8], src: Geometry, start: int, stop: int, packing: Packing
-) -> list[NDArray[np.uint8]]:
-    """What the prefill ranks put into the store; together they write each token once."""
-    table = reference.block_table(src, stop, 1)
-    objects = []
-    wrote: list[int] = []
-    for rank in range(src.tp):
-        cache, _ = reference.mla_cache(world, src, rank, table, 0, stop)
-        shard = mla_shard(src, rank, start, stop, packing)
-        rows = np.array(
-            [[layer[table[b], r] for b, r in zip(shard.block, shard.row, strict=True)] for layer in cache]
-        )
-        raw = rows.reshape(-1).astype(np.uint8)
-        assert len(raw) == shard.layout.nbytes
-        objects.append(raw)
-        wrote += shard.tokens.tolist()
-        cells = shard.cells(7)
-        covered = np.zeros(len(raw), np.int64)
-        for cell in cells:
-            for at, size in zip(cell.offsets.tolist(), cell.nbytes.tolist(), strict=True):
-                covered[at : at + size] += 1
-        assert (covered == 1).all(), "cells do not cover the object once"
-    assert sorted(wrote) == list(range(start, stop)), "a token is written twice or never"
-    return objects
-
-
-def check_mla(
-    src: Geometry,
-    dst: Geometry,
-    *,
-    start: int,
-    stop: int,
-    packing: Packing,
-    want: tuple[int, int] | None = None,
-    max_gap: int = 0,
-    cell_rows: int | None = None,
-    seed: int = 0,
-    tamper: Callable[[MlaSourceRead], MlaSourceRead] = lambda read: read,
-    tally: str = "",
-) -> None:
-    """Every decode rank, from write to cache."""
-    compatible(src, dst)
-    low, high = want or (start, stop)
-    world = reference.mla_world(src, stop, seed)
-    objects = mla_objects(world, src, start, stop, packing)
-    table = reference.block_table(dst, stop, 2)
-    # Only these promise that nothing unneeded moves; the others trade bytes for fewer or for checkable ranges.
-    whole = packing == Packing.for_reader(dst) and (low, high) == (start, stop)
-    exact = max_gap == 0 and (cell_rows in (None, 1) or whole)
-    total_moved = total_needed = 0
-    for rank in range(dst.tp):
-        cache_wanted, count_wanted = reference.mla_cache(world, dst, rank, table, low, high)
-        cache = reference.empty_mla_cache(dst, table)
-        count = np.zeros_like(count_wanted)
-        moved = 0
-        for read in map(
-            tamper,
-            mla_read(src, dst, rank, start, stop, packing, want=want, max_gap=max_gap, cell_rows=cell_rows),
-        ):
-            region, size = carry_out(read.ranges, objects[read.src_rank], read.nbytes)
-            moved += size
-            staged = region.reshape(read.layout.layers, read.layout.rows, read.layout.row_bytes)
-            for at, block, row in zip(read.staged_row, read.block, read.row, strict=True):
-                cache[:, table[block], row] = staged[:, at]
-                count[table[block], row] += 1
-            if cell_rows is not None:
-                _check_cells(read, src, region, objects[read.src_rank], start, stop, packing, cell_rows)
-            if whole and max_gap == 0:
-                assert len(read.runs) == 1, "matching packing needs more than one run"
-        assert (count == count_wanted).all(), "a row is written twice, never or for nothing"
-        assert (cache == cache_wanted).all(), "MLA rows differ"
-        needed = int(count_wanted.sum()) * src.latent_row_bytes * len(src.mla_layers)
-        assert moved >= needed, "bytes come from nowhere"
-        if exact:
-            assert moved <= RATIO * needed, f"moved {moved} bytes for {needed}"
-        total_moved += moved
+    for rank in range(target.tp):
+        plan = tamper(plan_read(record, source, target, rank, case.local_tokens))
+        region = carry_out(plan, objects)
+        heads: dict[int, bytes] = {}
+        rows: Counter[int] = Counter()
+        for piece in plan.pieces:
+            data = region[piece.at : piece.at + piece.unit.nbytes]
+            assert unit_digest(data) == piece.digest, "a unit's digest differs"
+            if piece.tokens is None or piece.wanted is None:
+                assert piece.head not in heads, "a head is read twice"
+                heads[piece.head] = data.tobytes()
+                continue
+            assert piece.wanted.any(), "a unit is read for nothing"
+            got = data.reshape(len(piece.tokens), row_size)[piece.wanted]
+            tokens = piece.tokens[piece.wanted]
+            rows.update(tokens.tolist())
+            want = world.rows[:, tokens].swapaxes(0, 1).reshape(len(tokens), row_size)
+            assert (got == want).all(), "a row is another token's"
+        assert sorted(heads) == list(range(per_rank)), "a head is missing, or not the rank's"
+        for mine, raw in heads.items():
+            assert raw == world.head(rank * per_rank + mine), "a head is another's"
+        mine_tokens = np.flatnonzero(owners == rank % target.dcp)
+        mine_tokens = mine_tokens[mine_tokens >= case.local_tokens]
+        assert sorted(rows.elements()) == mine_tokens.tolist(), "a row is missing, twice or not the rank's"
+        needed = per_rank * head_size + len(mine_tokens) * row_size
+        assert plan.bytes_needed == needed, "counts its bytes wrong"
+        _check_excess(case, plan, needed, row_size)
+        total_moved += plan.nbytes
         total_needed += needed
     if tally:
-        TALLIES.setdefault(tally + (" (exact)" if exact else " (with gaps or cells)"), Tally()).add(
-            dst.tp, total_moved, total_needed
-        )
+        kind = "packed for the reader" if case.matching else "packed for another"
+        kind += ", local prefix" if case.local_tokens else ""
+        TALLIES.setdefault(f"{tally} ({kind})", Tally()).add(target.tp, total_moved, total_needed)
 
 
-def _check_cells(
-    read: MlaSourceRead,
-    src: Geometry,
-    region: NDArray[np.uint8],
-    source: NDArray[np.uint8],
-    start: int,
-    stop: int,
-    packing: Packing,
-    cell_rows: int,
-) -> None:
-    """Every needed row lies in a cell whose digest the writer has too."""
-    written = mla_shard(src, read.src_rank, start, stop, packing).cells(cell_rows)
-    covered = np.zeros(read.layout.rows, np.int64)
-    for cell, (first, last) in zip(read.cells(), read.cell_runs.tolist(), strict=True):
-        assert digest_pieces(region, cell) == digest_pieces(source, written[cell.index]), "digest differs"
-        covered[first:last] += 1
-    assert (covered[read.staged_row] == 1).all(), "a needed row lies in no cell"
-
-
-def replace_ranges(read: KdaSourceRead, **columns: NDArray[np.int64]) -> KdaSourceRead:
-    """The read with other ranges, for negative controls."""
-    return dataclasses.replace(read, ranges=dataclasses.replace(read.ranges, **columns))
+def _check_excess(case: Case, plan: ReadPlan, needed: int, row_size: int) -> None:
+    """What matching packing promises: nothing but what is needed, in one range an object."""
+    assert plan.nbytes >= needed, "bytes come from nowhere"
+    if not case.matching:
+        return
+    assert all(len(read.ranges) == 1 for read in plan.reads()), "packed rows need more than one range"
+    if case.local_tokens == 0:
+        assert plan.nbytes <= RATIO * needed, f"moved {plan.nbytes} bytes for {needed}"
+    else:
+        # A local prefix may end inside one unit of every writer.
+        most = case.source.tp * (CHUNK - 1) * row_size
+        assert plan.nbytes <= needed + most, f"moved {plan.nbytes} bytes for {needed}"
+        for piece in plan.pieces:
+            assert piece.tokens is None or piece.tokens[-1] >= case.local_tokens, (
+                "a unit below the prefix is read"
+            )
