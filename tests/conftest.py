@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# Imported here because pytest's rewriting of a module that hypothesis imports at the very end fails on CPython 3.11 once
+# vLLM is loaded ("AST constructor recursion depth mismatch"), and takes the summary line with it.
+import hypothesis.internal.observability  # noqa: F401
 import pytest
 
 from tests.support.fixtures import etcd_config, etcd_server, master, own_etcd, own_master  # noqa: F401
