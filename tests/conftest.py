@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Imported here because pytest's rewriting of a module that hypothesis imports at the very end fails on CPython 3.11 once
+# Imported here because pytest cannot rewrite a module that hypothesis imports at the very end, on CPython 3.11 once
 # vLLM is loaded ("AST constructor recursion depth mismatch"), and takes the summary line with it.
 import hypothesis.internal.observability  # noqa: F401
 import pytest

@@ -75,7 +75,7 @@ async def test_what_lies_in_the_local_cache_is_told_apart() -> None:
 @pytest.mark.parametrize(
     ("changes", "prompt", "kind"),
     [
-        ({}, PROMPT[:-2] + [1, 2], "wrong_prefix"),
+        ({}, [*PROMPT[:-2], 1, 2], "wrong_prefix"),
         ({}, [*PROMPT, 9], "wrong_prefix"),
         ({"geometry": geometry(conv_dtype="bfloat16").to_json()}, PROMPT, "geometry"),
         ({"geometry": geometry(model_digest="feedfeed").to_json()}, PROMPT, "geometry"),
