@@ -26,7 +26,7 @@ class PublishJob:
     blocks: tuple[list[int], ...]
     """Per KV cache group: the one block with the running state (KDA), or the table (MLA)."""
     segment: str
-    """Preferred Mooncake segment, or empty."""
+    """Preferred Mooncake segments, the reader's ranks in order, comma-separated; empty: the writer's own."""
     packing_dcp: int
     packing_interleave: int
 
