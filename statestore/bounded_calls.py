@@ -75,6 +75,17 @@ class BoundedCalls:
         with self._changed:
             return any(first < end and start < last for job in self._late for start, end in job.buffers)
 
+    def drained(self) -> Callable[[], bool]:
+        """A question: have all calls that run at this moment ended?"""
+        with self._changed:
+            running = set(self._running)
+
+        def ended() -> bool:
+            with self._changed:
+                return not running & self._running
+
+        return ended
+
     def close(self, timeout: float) -> bool:
         """Refuse further calls and wait for those that run. Returns whether all of them have ended."""
         with self._changed:

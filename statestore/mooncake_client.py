@@ -3,11 +3,17 @@
 
 Every method blocks as long as the library does, releases the interpreter lock while it does, and returns the library's
 numbers: bytes or 0 when all went well, a negative code when not. The codes are those of Mooncake 0.3.13.
+
+The library's own patience is 30 s for a master or a peer that has stopped. It reads its settings from the environment,
+once a process; `setup` brings them near the configured timeout, where the operator has not set them, so that calls that
+outlive our deadlines end soon after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -57,6 +63,18 @@ _LATER = {-101, -103, NOT_READY, -706, -707, -714, -1010}
 """Worth another try soon: a client that registers again, an object that is being finished, a lease that ends."""
 
 _UNREACHABLE = {-900, -901}
+
+
+def _settings(config: StoreConfig) -> dict[str, str]:
+    """Settings of the library that have no argument."""
+    seconds = max(1, math.ceil(config.timeout))
+    return {
+        "MC_LOG_LEVEL": "WARNING",
+        "MC_RPC_TIMEOUT_MS": str(seconds * 1000),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(seconds),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(seconds),
+        "MC_TCP_ADMISSION_TIMEOUT_MS": str(seconds * 1000),
+    }
 
 
 def describe(code: int) -> str:
@@ -111,6 +129,8 @@ class Client:
 
     def setup(self, config: StoreConfig, segment_bytes: int) -> int:
         """Connect, and lend `segment_bytes` (0: none)."""
+        for name, value in _settings(config).items():
+            os.environ.setdefault(name, value)
         # No buffer of the library's own: every call here is zero-copy.
         code = self._store.setup(
             config.hostname,

@@ -230,29 +230,40 @@ class Link:
 
     def _is_well(self) -> bool:
         """Whether the master answers this client. One look at a time: one that hangs is not joined by others."""
-        if not self._probing.acquire(blocking=False):
+        probing = self._probing
+        if not probing.acquire(blocking=False):
             return False
 
         def look() -> bool:
             try:
                 return self.client.health() == 0 and self.client.size("ds/probe") == MISSING
             finally:
-                self._probing.release()
+                probing.release()
 
         try:
             return self._calls.run("health", look, PROBE_SECONDS)
-        except PoolClosed:
-            return False
         except PoolError:
             return False
 
     def _replace_client(self) -> None:
-        """A new client with the same memory. The old one may have calls inside; it goes with the process."""
+        """A new client with the same memory; the old one is closed when no call is inside it any more."""
         log.warning("the store's client does not recover; replacing it, what lies in its segment is lost")
+        old = self.client
         try:
             self.client = self._connect()
         except PoolError as error:
             log.warning("no new client: %s", error)
+            return
+        # A look that hangs in the old client says nothing about the new one.
+        self._probing = threading.Lock()
+        ended = self._calls.drained()
+
+        def retire() -> None:
+            while not ended():
+                time.sleep(1.0)
+            old.close()
+
+        threading.Thread(target=retire, name="mooncake-retire", daemon=True).start()
 
 
 def reachable(master: str) -> bool:

@@ -429,6 +429,36 @@ def test_a_hung_master_costs_a_deadline_and_late_calls_are_cleaned_up(
     pool.close()
 
 
+def test_a_client_that_does_not_recover_is_replaced(
+    own_master: services.MasterService, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statestore.mooncake_link.REBUILD_SECONDS", 0.2)
+    pool = MooncakePool(own_master.config(segment_bytes=LEAST_SEGMENT))
+    first = pool._link.client
+    with pool.staging(1000, 5) as buffer:
+        buffer[:] = 7
+        monkeypatch.setattr(first, "health", lambda: 2)
+        pool._link.suspect()
+        _wait(lambda: pool._link.client is not first, 5)
+        _wait(lambda: pool.available, 5)
+        assert pool.segment_name != first.segment_name
+        pool.put(key, [buffer], pool.segment_name)  # memory registered before is known to the new client
+        buffer[:] = 0
+        pool.get_into(key, [buffer])
+        assert (buffer == 7).all()
+        # The old segment goes: what fits the new one alone is all there is.
+        _wait(lambda: not _fits(pool, f"{key}/2", LEAST_SEGMENT), 10)
+    pool.close()
+
+
+def _fits(pool: Pool, key: str, nbytes: int) -> bool:
+    try:
+        pool.cancel(pool.reserve(key, nbytes))
+    except PoolFull:
+        return False
+    return True
+
+
 def _owner(connection: Connection, config: StoreConfig) -> None:
     pool = MooncakePool(config)
     connection.send(pool.segment_name)
