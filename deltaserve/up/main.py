@@ -17,6 +17,8 @@ from deltaserve.up.errors import ClusterError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LIVENESS = 1.0
+QUESTION = "What is deltaserve?"
+"""Something that the demonstration model was trained to answer, and any other may."""
 
 
 class _Interrupted(BaseException):
@@ -82,8 +84,8 @@ def _greeting(cluster: Cluster, seconds: float) -> str:
     body = json.dumps(
         {
             "model": cluster.served_model_name,
-            "messages": [{"role": "user", "content": _question(cluster)}],
-            "max_tokens": 8,
+            "messages": [{"role": "user", "content": QUESTION}],
+            "max_tokens": 48,
             "temperature": 0,
         }
     )
@@ -93,10 +95,3 @@ def _greeting(cluster: Cluster, seconds: float) -> str:
         f"curl -s {cluster.endpoint}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'\n\n"
         f"what the ledger holds: deltaserve boundaries --etcd-endpoints {cluster.etcd_endpoint}\n"
     )
-
-
-def _question(cluster: Cluster) -> str:
-    # The demonstration model comes with its witness prompts; it recalls the value it was shown last under a key.
-    if (cluster.config.model / "prompts.json").is_file():
-        return "<kv> for = use ; with = 3 ; with ?"
-    return "What is a hybrid attention model?"
