@@ -310,7 +310,9 @@ class Supervisor:
 
     def _tell(self, child: Child) -> None:
         self._publish()
-        self._on_event(Event(time.monotonic() - self._began, child.spec.name, child.stage, child.state))
+        # A display whose terminal or pipe has gone must not take the cluster with it.
+        with contextlib.suppress(OSError, ValueError):
+            self._on_event(Event(time.monotonic() - self._began, child.spec.name, child.stage, child.state))
 
     def _publish(self) -> None:
         self._statuses = {

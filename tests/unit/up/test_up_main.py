@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import shlex
 import signal
@@ -129,4 +131,33 @@ def test_a_router_that_cannot_be_kept_up_ends_the_command(up: Up, mark: str) -> 
     os.kill(router, signal.SIGKILL)
     assert running.process.wait(timeout=15) == 1
     assert "error: router: given up after 0 restarts: killed by SIGKILL" in running.text
+    assert not marked(mark)
+
+
+def test_a_terminal_gets_a_live_table_and_its_ctrl_c_ends_everything(
+    mark: str, model: Path, tmp_path: Path
+) -> None:
+    argv = ["up", "--model", str(model), "--run-dir", str(tmp_path / "run"), "--port=0", "--stop-timeout=2"]
+    pid, terminal = pty.fork()
+    if pid == 0:  # the child, whose controlling terminal this is
+        os.execv(sys.executable, [sys.executable, str(FAKE_UP), *argv])
+    try:
+        os.set_blocking(terminal, False)
+        output = bytearray()
+
+        def shows(words: bytes) -> bool:
+            with contextlib.suppress(BlockingIOError, OSError):
+                output.extend(os.read(terminal, 1 << 16))
+            return words in output
+
+        wait_until(lambda: shows(b"curl -s"), 20, "the curl line")
+        assert b"deltaserve: starting" in output
+        assert b"decode-0" in output
+        assert b"[  0." not in output  # no plain lines
+        os.write(terminal, b"\x03")
+        wait_until(lambda: shows(b"stopped"), 10, "stopped")
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        os.close(terminal)
     assert not marked(mark)
