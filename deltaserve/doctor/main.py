@@ -102,7 +102,7 @@ def _ask_worker(endpoint: str, report: Report) -> None:
 
     try:
         with grpc.insecure_channel(endpoint) as channel:
-            stub: Any = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+            stub: Any = worker_pb2_grpc.WorkerStub(channel)
             described = stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_SECONDS)
     except grpc.RpcError as error:
         report.refusals.append(

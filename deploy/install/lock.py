@@ -56,7 +56,11 @@ def closure(requirements: Iterable[str]) -> dict[str, str]:
 
 def write(path: Path, purpose: str, pins: dict[str, str]) -> None:
     """One lock file, sorted by name."""
-    lines = [f"# {purpose}", "# Written by `make lock`; do not edit.", *(f"{n}=={v}" for n, v in sorted(pins.items()))]
+    lines = [
+        f"# {purpose}",
+        "# Written by `make lock`; do not edit.",
+        *(f"{n}=={v}" for n, v in sorted(pins.items())),
+    ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{path.relative_to(ROOT)}: {len(pins)} packages")
 
