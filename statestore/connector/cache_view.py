@@ -19,7 +19,7 @@ import torch
 
 from statestore.connector.describe import split_groups
 from statestore.geometry import Geometry
-from statestore.reshard import head_bytes, place, row_bytes
+from statestore.reshard import head_bytes, locate, row_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -53,6 +53,17 @@ class CacheView:
         conv = pages[:, :conv_bytes].view(_torch_dtype(g.conv_dtype)).unflatten(1, conv_shape)
         recurrent = pages[:, conv_bytes:end].view(_torch_dtype(g.recurrent_dtype))
         return conv, recurrent.unflatten(1, (g.heads_per_rank, g.head_v, g.head_k))
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of the smallest layer; ids are below it."""
+        return min(cache.shape[0] for cache in (*(c for _, c, _ in self._kda), *(c for _, c in self._mla)))
+
+    def blocks_needed(self, length: int) -> dict[int, int]:
+        """How many blocks of each KV cache group hold the state after `length` tokens."""
+        g = self.geometry
+        rows = -(-length // (g.block_size * g.dcp))
+        return {group: 1 for group, _, _ in self._kda} | {group: rows for group, _ in self._mla}
 
     # ---- KDA
 
@@ -132,8 +143,7 @@ class CacheView:
         return [per_row[:, i * width : (i + 1) * width].view(dtype) for i in range(len(g.mla_layers))]
 
     def _index(self, table: list[int], tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        block, row = place(self.geometry, tokens)
-        ids = np.asarray(table, dtype=np.int64)[block]
+        ids, row = locate(self.geometry, tokens, table)
         return torch.from_numpy(ids), torch.from_numpy(row)
 
     def fence(self) -> Any:

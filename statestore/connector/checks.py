@@ -14,7 +14,7 @@ key. A latent row is never zero: it is normalised.
 
 from __future__ import annotations
 
-from statestore.connector.cache_view import Bytes
+from statestore.connector.cache_view import Bytes, CacheView
 from statestore.digest import first_not_finite, first_null, unit_digest
 from statestore.geometry import Geometry
 from statestore.reshard import head_bytes
@@ -28,10 +28,21 @@ class VerificationFailed(Exception):
         self.kind = kind
 
 
-def check_table(blocks: tuple[list[int], ...], action: str) -> None:
-    """Raise when a block to read or write is the null block 0, which belongs to no request."""
+def check_table(view: CacheView, blocks: tuple[list[int], ...], length: int, action: str) -> None:
+    """Raise when the blocks of a job are not what `length` tokens need; checked before anything is read or written.
+
+    Kinds: null_block (the null block 0 belongs to no request), block_table (too few blocks, or one that is not there).
+    """
     if any(0 in table for table in blocks):
         raise VerificationFailed("null_block", f"a block to {action} is the null block: {blocks}")
+    for group, count in view.blocks_needed(length).items():
+        table = blocks[group] if group < len(blocks) else []
+        if len(table) < count or not all(0 < block < view.block_count for block in table):
+            raise VerificationFailed(
+                "block_table",
+                f"to {action} {length} tokens, group {group} needs {count} blocks below {view.block_count}, "
+                f"not {table}",
+            )
 
 
 def check_heads(data: Bytes, heads: int, geometry: Geometry, first_head: int = 0) -> None:

@@ -29,8 +29,8 @@ class Loader:
 
     def load(self, job: LoadJob, report: RankReport) -> None:
         """Restore; raises VerificationFailed, or what the pool raised."""
-        check_table(job.blocks, "load into")
         record = job.record
+        check_table(self._view, job.blocks, record.length, "load into")
         try:
             source = Geometry.from_json(record.geometry)
             plan = plan_read(record, source, self._geometry, self._rank, job.local_tokens)

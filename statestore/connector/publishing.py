@@ -25,7 +25,7 @@ class Publisher:
 
     def publish(self, job: PublishJob, report: RankReport) -> None:
         """Write the objects and name them in `report`; on any error remove what was written, then raise it."""
-        check_table(job.blocks, "publish")
+        check_table(self._view, job.blocks, job.length, "publish")
         g = self._geometry
         try:
             for plan in plan_write(

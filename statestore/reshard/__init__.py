@@ -41,10 +41,10 @@ from statestore.reshard.ownership import (
     Ints,
     local_index,
     local_length,
+    locate,
     owned_tokens,
     owner,
     place,
-    slots,
 )
 from statestore.reshard.plan import (
     ObjectPlan,
@@ -74,6 +74,7 @@ __all__ = [
     "kda_units",
     "local_index",
     "local_length",
+    "locate",
     "mla_units",
     "owned_tokens",
     "owner",
@@ -82,6 +83,5 @@ __all__ = [
     "plan_write",
     "row_bytes",
     "row_tokens",
-    "slots",
     "written_tokens",
 ]

@@ -8,7 +8,7 @@ With c = DCP size, I = interleave, bs = block size of one rank (tokens)::
     local_len(n, r) = n // (I·c) · I + clip(n % (I·c) − r·I, 0, I)     tokens of [0, n) that rank r owns
     block(t)        = t // (bs·c)                            index in the request's block table
     row(t)          = (o // (I·c)) · I + o % I,  o = t % (bs·c)        row in that block
-    slot(t)         = table[block(t)] · bs + row(t)
+    slot(t)         = table[block(t)] · bs + row(t)                  `locate` gives table[block(t)] and row(t)
 
 The block table is the same on all ranks of a role. All functions work on arrays of absolute token positions.
 """
@@ -54,8 +54,8 @@ def place(geometry: Geometry, tokens: ArrayLike) -> tuple[Ints, Ints]:
     return position // span, local_index(position % span, geometry.dcp, geometry.interleave)
 
 
-def slots(geometry: Geometry, tokens: ArrayLike, table: ArrayLike) -> Ints:
-    """Slot (block id · block_size + row) of each token on its owner, through the request's block table.
+def locate(geometry: Geometry, tokens: ArrayLike, table: ArrayLike) -> tuple[Ints, Ints]:
+    """(block id, row in the block) of each token on its owner, through the request's block table.
 
     Raises IndexError when the table is too short for a token: a wrapped index would name another request's block.
     """
@@ -65,4 +65,4 @@ def slots(geometry: Geometry, tokens: ArrayLike, table: ArrayLike) -> Ints:
         raise IndexError(
             f"block table has {len(ids)} blocks, tokens need indices {int(block.min())} to {int(block.max())}"
         )
-    return ids[block] * geometry.block_size + row
+    return ids[block], row

@@ -8,7 +8,7 @@ import pytest
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line a family of cases: geometries pairs, decode ranks, and bytes moved for bytes needed."""
-    from reshard_worker import TALLIES
+    from tests.property.reshard_worker import TALLIES
 
     for name, tally in sorted(TALLIES.items()):
         ratio = tally.moved / tally.needed if tally.needed else 1.0

@@ -87,12 +87,13 @@ def cases(draw: st.DrawFn, longest: int = 5000, small_tp: bool = False) -> Case:
     shared = {
         "num_heads": step
         * draw(st.integers(-(-LEAST_HEADS // step), max(most // step, -(-LEAST_HEADS // step)))),
-        "head_k": draw(st.integers(1, 3)),
-        "head_v": draw(st.integers(1, 3)),
+        "head_k": draw(st.sampled_from([2, 4])),
+        "head_v": draw(st.sampled_from([2, 4])),
         "conv_width": draw(st.integers(2, 5)),
         "kda_layers": tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=2)))),
         "mla_layers": tuple(sorted(draw(st.sets(st.integers(4, 9), min_size=1, max_size=2)))),
         "recurrent_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        "conv_dtype": draw(st.sampled_from(["bfloat16", "float32"])),
         "kv_cache_dtype": draw(st.sampled_from(["bfloat16", "float32", "float8_e4m3"])),
         "latent_width": draw(st.integers(2, 5)),
     }

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import reshard_reference as reference
 from numpy.typing import NDArray
-from reshard_cases import Case
 
+import tests.property.reshard_reference as reference
 from statestore.boundary import BoundaryRecord, Epoch, ObjectEntry, RankEntry, object_key
 from statestore.digest import unit_digest
 from statestore.reshard import CHUNK, ObjectPlan, ReadPlan, plan_read, plan_write, row_bytes
+from tests.property.reshard_cases import Case
 
 Bytes = NDArray[np.uint8]
 

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reshard_cases import DCP_SIZES, TP_SIZES, Case, cases, geometry
-from reshard_reference import World, deal
-from reshard_worker import check, publish
 
 from statestore.geometry import Geometry
 from statestore.reshard import (
@@ -27,14 +24,17 @@ from statestore.reshard import (
     RecordIncomplete,
     local_index,
     local_length,
+    locate,
     owned_tokens,
     owner,
     place,
     plan_read,
     plan_write,
-    slots,
     written_tokens,
 )
+from tests.property.reshard_cases import DCP_SIZES, TP_SIZES, Case, cases, geometry
+from tests.property.reshard_reference import World, deal
+from tests.property.reshard_worker import check, publish
 
 
 @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -74,7 +74,8 @@ def test_ownership_formulas(dcp: int, interleave: int, blocks: int, n: int) -> N
     block, row = place(geom, tokens)
     owners, local = owner(tokens, dcp, interleave), local_index(tokens, dcp, interleave)
     assert list(zip(owners, block, row, strict=True)) == dealt
-    assert slots(geom, tokens, table).tolist() == [table[b] * geom.block_size + r for _, b, r in dealt]
+    ids, rows = locate(geom, tokens, table)
+    assert list(zip(ids, rows, strict=True)) == [(table[b], r) for _, b, r in dealt]
     for rank in range(dcp):
         mine = [t for t, (who, _, _) in enumerate(dealt) if who == rank]
         assert local_length(n, rank, dcp, interleave) == len(mine)
@@ -175,7 +176,7 @@ def test_impossible_writes_are_refused() -> None:
         Packing(2, 0)
     assert Packing(1, 64) == Packing()
     with pytest.raises(IndexError, match="block table has 1 blocks"):
-        slots(geometry(tp=1), [16], [5])
+        locate(geometry(tp=1), [16], [5])
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,7 @@ def test_property_notices_another_geometry(wrong: dict[str, int], monkeypatch: p
         return plan_read(record, source, dataclasses.replace(target, **wrong), rank, local)
 
     check(CASE)
-    monkeypatch.setattr("reshard_worker.plan_read", other)
+    monkeypatch.setattr("tests.property.reshard_worker.plan_read", other)
     with pytest.raises(AssertionError):
         check(CASE)
 
