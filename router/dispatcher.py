@@ -216,7 +216,10 @@ class Dispatcher:
 
     def _prefill(self, flight: Flight, prefill: WorkerLink, decode: WorkerLink) -> None:
         self._reserve(flight, decode)
-        publish = pb.Publish(preferred_segment=decode.description.segment)
+        reader = decode.description
+        publish = pb.Publish(
+            preferred_segment=reader.segment, pack_dcp=reader.dcp, pack_interleave=reader.interleave
+        )
         timeout = min(self.config.prefill_timeout, self._remaining(flight))
         flight.trace.route = f"handover {prefill.worker_id} {decode.worker_id}"
         try:

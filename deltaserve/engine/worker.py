@@ -173,6 +173,8 @@ def _description(
         geometry=geometry.to_json(),
         segment=",".join(segments),
         vllm_version=vllm.__version__,
+        dcp=geometry.dcp,
+        interleave=geometry.interleave,
         kv_cache_tokens=blocks * geometry.block_size * geometry.dcp,
         capabilities=_capabilities(vllm_config),
     )

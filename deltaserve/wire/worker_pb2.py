@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65ltaserve/wire/worker.proto\x12\rdeltaserve.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xdf\x01\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x10\n\x08geometry\x18\x06 \x01(\t\x12\x0f\n\x07segment\x18\x07 \x01(\t\x12\x14\n\x0cvllm_version\x18\x08 \x01(\t\x12\x17\n\x0fkv_cache_tokens\x18\t \x01(\x04\x12\x14\n\x0c\x63\x61pabilities\x18\n \x01(\t\"\x87\x01\n\x08ToWorker\x12!\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x12.deltaserve.v1.AddH\x00\x12%\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x14.deltaserve.v1.AbortH\x00\x12)\n\x07release\x18\x03 \x01(\x0b\x32\x16.deltaserve.v1.ReleaseH\x00\x42\x06\n\x04\x62ody\"\xea\x01\n\x03\x41\x64\x64\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x10\n\x08sampling\x18\x04 \x01(\x0c\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x0f\n\x07\x61rrival\x18\x07 \x01(\x01\x12)\n\x07publish\x18\x08 \x01(\x0b\x32\x16.deltaserve.v1.PublishH\x00\x12#\n\x04load\x18\t \x01(\x0b\x32\x13.deltaserve.v1.LoadH\x00\x12\x0f\n\x07timeout\x18\n \x01(\x01\x42\t\n\x07handoff\"O\n\x07Publish\x12\x19\n\x11preferred_segment\x18\x01 \x01(\t\x12\x10\n\x08pack_dcp\x18\x02 \x01(\r\x12\x17\n\x0fpack_interleave\x18\x03 \x01(\r\"+\n\x04Load\x12\x10\n\x08\x62oundary\x18\x01 \x01(\t\x12\x11\n\trecompute\x18\x02 \x01(\x08\"\x14\n\x05\x41\x62ort\x12\x0b\n\x03ids\x18\x01 \x03(\x04\"\x1d\n\x07Release\x12\x12\n\nboundaries\x18\x01 \x03(\t\"\xbe\x01\n\nFromWorker\x12#\n\x04step\x18\x01 \x01(\x0b\x32\x13.deltaserve.v1.StepH\x00\x12-\n\tpublished\x18\x02 \x01(\x0b\x32\x18.deltaserve.v1.PublishedH\x00\x12\'\n\x06loaded\x18\x03 \x01(\x0b\x32\x15.deltaserve.v1.LoadedH\x00\x12+\n\x06status\x18\x04 \x01(\x0b\x32\x19.deltaserve.v1.WorkerLoadH\x00\x42\x06\n\x04\x62ody\"Q\n\x04Step\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0e\n\x06\x66inish\x18\x04 \x03(\r\x12\x0c\n\x04rare\x18\x05 \x03(\x0c\"\x81\x01\n\tPublished\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x10\n\x08\x62oundary\x18\x03 \x01(\t\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"H\n\x06Loaded\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nfrom_store\x18\x02 \x01(\r\x12\r\n\x05local\x18\x03 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"W\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08kv_usage\x18\x03 \x01(\x01\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x32\x98\x01\n\x06Worker\x12L\n\x08\x44\x65scribe\x12\x1e.deltaserve.v1.DescribeRequest\x1a .deltaserve.v1.WorkerDescription\x12@\n\x06\x45ngine\x12\x17.deltaserve.v1.ToWorker\x1a\x19.deltaserve.v1.FromWorker(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65ltaserve/wire/worker.proto\x12\rdeltaserve.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x80\x02\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x10\n\x08geometry\x18\x06 \x01(\t\x12\x0f\n\x07segment\x18\x07 \x01(\t\x12\x14\n\x0cvllm_version\x18\x08 \x01(\t\x12\x17\n\x0fkv_cache_tokens\x18\t \x01(\x04\x12\x0b\n\x03\x64\x63p\x18\x0b \x01(\r\x12\x12\n\ninterleave\x18\x0c \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\n \x01(\t\"\x87\x01\n\x08ToWorker\x12!\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x12.deltaserve.v1.AddH\x00\x12%\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x14.deltaserve.v1.AbortH\x00\x12)\n\x07release\x18\x03 \x01(\x0b\x32\x16.deltaserve.v1.ReleaseH\x00\x42\x06\n\x04\x62ody\"\xea\x01\n\x03\x41\x64\x64\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x10\n\x08sampling\x18\x04 \x01(\x0c\x12\x10\n\x08priority\x18\x05 \x01(\x11\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x0f\n\x07\x61rrival\x18\x07 \x01(\x01\x12)\n\x07publish\x18\x08 \x01(\x0b\x32\x16.deltaserve.v1.PublishH\x00\x12#\n\x04load\x18\t \x01(\x0b\x32\x13.deltaserve.v1.LoadH\x00\x12\x0f\n\x07timeout\x18\n \x01(\x01\x42\t\n\x07handoff\"O\n\x07Publish\x12\x19\n\x11preferred_segment\x18\x01 \x01(\t\x12\x10\n\x08pack_dcp\x18\x02 \x01(\r\x12\x17\n\x0fpack_interleave\x18\x03 \x01(\r\"+\n\x04Load\x12\x10\n\x08\x62oundary\x18\x01 \x01(\t\x12\x11\n\trecompute\x18\x02 \x01(\x08\"\x14\n\x05\x41\x62ort\x12\x0b\n\x03ids\x18\x01 \x03(\x04\"\x1d\n\x07Release\x12\x12\n\nboundaries\x18\x01 \x03(\t\"\xbe\x01\n\nFromWorker\x12#\n\x04step\x18\x01 \x01(\x0b\x32\x13.deltaserve.v1.StepH\x00\x12-\n\tpublished\x18\x02 \x01(\x0b\x32\x18.deltaserve.v1.PublishedH\x00\x12\'\n\x06loaded\x18\x03 \x01(\x0b\x32\x15.deltaserve.v1.LoadedH\x00\x12+\n\x06status\x18\x04 \x01(\x0b\x32\x19.deltaserve.v1.WorkerLoadH\x00\x42\x06\n\x04\x62ody\"Q\n\x04Step\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0e\n\x06\x66inish\x18\x04 \x03(\r\x12\x0c\n\x04rare\x18\x05 \x03(\x0c\"\x81\x01\n\tPublished\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x10\n\x08\x62oundary\x18\x03 \x01(\t\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"H\n\x06Loaded\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nfrom_store\x18\x02 \x01(\r\x12\r\n\x05local\x18\x03 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x04 \x01(\t\"W\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x10\n\x08kv_usage\x18\x03 \x01(\x01\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x32\x98\x01\n\x06Worker\x12L\n\x08\x44\x65scribe\x12\x1e.deltaserve.v1.DescribeRequest\x1a .deltaserve.v1.WorkerDescription\x12@\n\x06\x45ngine\x12\x17.deltaserve.v1.ToWorker\x1a\x19.deltaserve.v1.FromWorker(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=47
   _globals['_DESCRIBEREQUEST']._serialized_end=64
   _globals['_WORKERDESCRIPTION']._serialized_start=67
-  _globals['_WORKERDESCRIPTION']._serialized_end=290
-  _globals['_TOWORKER']._serialized_start=293
-  _globals['_TOWORKER']._serialized_end=428
-  _globals['_ADD']._serialized_start=431
-  _globals['_ADD']._serialized_end=665
-  _globals['_PUBLISH']._serialized_start=667
-  _globals['_PUBLISH']._serialized_end=746
-  _globals['_LOAD']._serialized_start=748
-  _globals['_LOAD']._serialized_end=791
-  _globals['_ABORT']._serialized_start=793
-  _globals['_ABORT']._serialized_end=813
-  _globals['_RELEASE']._serialized_start=815
-  _globals['_RELEASE']._serialized_end=844
-  _globals['_FROMWORKER']._serialized_start=847
-  _globals['_FROMWORKER']._serialized_end=1037
-  _globals['_STEP']._serialized_start=1039
-  _globals['_STEP']._serialized_end=1120
-  _globals['_PUBLISHED']._serialized_start=1123
-  _globals['_PUBLISHED']._serialized_end=1252
-  _globals['_LOADED']._serialized_start=1254
-  _globals['_LOADED']._serialized_end=1326
-  _globals['_WORKERLOAD']._serialized_start=1328
-  _globals['_WORKERLOAD']._serialized_end=1415
-  _globals['_WORKER']._serialized_start=1418
-  _globals['_WORKER']._serialized_end=1570
+  _globals['_WORKERDESCRIPTION']._serialized_end=323
+  _globals['_TOWORKER']._serialized_start=326
+  _globals['_TOWORKER']._serialized_end=461
+  _globals['_ADD']._serialized_start=464
+  _globals['_ADD']._serialized_end=698
+  _globals['_PUBLISH']._serialized_start=700
+  _globals['_PUBLISH']._serialized_end=779
+  _globals['_LOAD']._serialized_start=781
+  _globals['_LOAD']._serialized_end=824
+  _globals['_ABORT']._serialized_start=826
+  _globals['_ABORT']._serialized_end=846
+  _globals['_RELEASE']._serialized_start=848
+  _globals['_RELEASE']._serialized_end=877
+  _globals['_FROMWORKER']._serialized_start=880
+  _globals['_FROMWORKER']._serialized_end=1070
+  _globals['_STEP']._serialized_start=1072
+  _globals['_STEP']._serialized_end=1153
+  _globals['_PUBLISHED']._serialized_start=1156
+  _globals['_PUBLISHED']._serialized_end=1285
+  _globals['_LOADED']._serialized_start=1287
+  _globals['_LOADED']._serialized_end=1359
+  _globals['_WORKERLOAD']._serialized_start=1361
+  _globals['_WORKERLOAD']._serialized_end=1448
+  _globals['_WORKER']._serialized_start=1451
+  _globals['_WORKER']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

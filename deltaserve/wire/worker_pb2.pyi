@@ -11,7 +11,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "capabilities")
+    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "capabilities")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,8 @@ class WorkerDescription(_message.Message):
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DCP_FIELD_NUMBER: _ClassVar[int]
+    INTERLEAVE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
@@ -31,8 +33,10 @@ class WorkerDescription(_message.Message):
     segment: str
     vllm_version: str
     kv_cache_tokens: int
+    dcp: int
+    interleave: int
     capabilities: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., capabilities: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., capabilities: _Optional[str] = ...) -> None: ...
 
 class ToWorker(_message.Message):
     __slots__ = ("add", "abort", "release")
