@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAD_SLOT = -1
-TILE_BYTES = 8 << 20
-"""Bytes of latent rows gathered at once; small enough to be read back from cache."""
+TILE_BYTES = 2 << 20
+"""Bytes of latent rows gathered at once (at least one block a request); so few that they are read back from cache."""
 
 _INF = float("inf")
 
@@ -52,21 +52,27 @@ def decode_attention(
     visible = torch.tensor(seq_lens).view(-1, 1) - torch.arange(window - 1, -1, -1)
     visible = visible.repeat_interleave(heads, 1).unsqueeze(-1)  # [requests, window * heads, 1]
     longest = max(seq_lens, default=0)
-    order = sorted(range(requests), key=lambda r: -seq_lens[r])
+    shortest = min(seq_lens, default=0) - (window - 1)
+    buffer = torch.empty(0, dtype=cache.dtype)
     start = 0
     while start < longest:
-        rows = [r for r in order if seq_lens[r] > start]
+        rows = [r for r in range(requests) if seq_lens[r] > start]
         blocks = max(1, tile_bytes // (4 * len(rows) * block_size * width))
         stop = min(start + blocks * block_size, -(-longest // block_size) * block_size)
-        pick = slice(None) if len(rows) == requests else torch.tensor(sorted(rows))
+        pick = slice(None) if len(rows) == requests else torch.tensor(rows)
         lens = visible[pick]
-        ids = block_table[pick, start // block_size : stop // block_size].long()
-        kv = cache[ids].flatten(1, 2).float()
-        position = torch.arange(start, stop)
-        if bool((lens < stop).any()):
-            kv.masked_fill_((position >= lens.amax(1)).unsqueeze(-1), 0.0)
+        ids = block_table[pick, start // block_size : stop // block_size].flatten()
+        size = ids.numel() * block_size * width
+        if buffer.numel() < size:  # the first tile is the largest
+            buffer = torch.empty(size, dtype=cache.dtype)
+        kv = torch.index_select(cache, 0, ids, out=buffer[:size].view(ids.numel(), block_size, width))
+        kv = kv.view(len(rows), stop - start, width).float()
+        for i, r in enumerate(rows):
+            if seq_lens[r] < stop:
+                kv[i, seq_lens[r] - start :] = 0.0  # 0 * NaN would be NaN
         scores = torch.bmm(queries[pick], kv.transpose(1, 2)).mul_(scale)
-        scores.masked_fill_(position >= lens, -_INF)
+        if stop > shortest:
+            scores.masked_fill_(torch.arange(start, stop) >= lens, -_INF)
         new_high = torch.maximum(high[pick], scores.amax(-1, keepdim=True))
         # A query that has seen nothing yet keeps -inf; subtracting it would give NaN.
         base = torch.where(new_high == -_INF, 0.0, new_high)

@@ -16,6 +16,7 @@ from deltaserve.engine.cpu import mla_backend
 from deltaserve.engine.cpu import vllm_internals as internals
 from deltaserve.engine.cpu.attention_residual import attention_residual
 from deltaserve.engine.cpu.delta_attention import CpuK3DeltaAttention, CpuKimiLinearDeltaAttention
+from deltaserve.engine.cpu.memory import keep_freed_memory
 from deltaserve.engine.cpu.moe import situ_experts
 
 _Experts: Any = internals.CPUUnquantizedExperts
@@ -68,6 +69,7 @@ def _not_here(*args: Any, **kwargs: Any) -> bool:
 
 def install() -> None:
     """Put this package's kernels where vLLM's shared Kimi model looks for its vendor's."""
+    keep_freed_memory()
     internals.replace(internals.linear, "KimiK3DeltaAttention", CpuK3DeltaAttention)
     internals.replace(internals.linear, "KimiLinearGatedDeltaNetAttention", CpuKimiLinearDeltaAttention)
     # These probes load the library of another instruction set into the process, which ends it.
