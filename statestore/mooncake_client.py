@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -64,12 +66,17 @@ _LATER = {-101, -103, NOT_READY, -706, -707, -714, -1010}
 
 _UNREACHABLE = {-900, -901}
 
+PROBE_SECONDS = 15.0
+"""What a probe may take; the import of the library is most of it."""
+
 
 def _settings(config: StoreConfig) -> dict[str, str]:
     """Settings of the library that have no argument."""
     seconds = max(1, math.ceil(config.timeout))
     return {
         "MC_LOG_LEVEL": "WARNING",
+        # Twenty by default, the interpreter lock held all the while: 90 s with a dead master. We try again ourselves.
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": str(seconds * 1000),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(seconds),
         "MC_TCP_STATUS_TIMEOUT_SEC": str(seconds),
@@ -249,3 +256,20 @@ class Client:
         """Leave the store; what is lent goes. Blocks up to 20 s when the master is away."""
         with contextlib.suppress(Exception):
             self._store.close()
+
+
+def probe(config: StoreConfig) -> bool:
+    """Whether the master takes new clients; asked in a process of its own, because a set-up cannot be interrupted."""
+    command = [sys.executable, "-m", "statestore.mooncake_client", config.model_dump_json()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        subprocess.run(command, env=environment, capture_output=True, check=True, timeout=PROBE_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    code = Client().setup(StoreConfig.model_validate_json(sys.argv[1]), 0)
+    # The library's threads need not end by themselves.
+    os._exit(1 if code else 0)

@@ -7,10 +7,11 @@
                                                                         answers ─▶ replaced by a new client
     any ─close─▶ CLOSED
 
-A call before set-up or after close crashes the process, a set-up against a dead master blocks 90 s, and a call may
-block 30 s and longer when the master or the owner of an object has stopped. So the master's port is tried before the
-set-up, no call is made outside READY, calls run in `BoundedCalls`, and a client with a late call inside is never
-closed. After a restart of its master Mooncake's client registers itself and its segment again within a second.
+A call before set-up or after close crashes the process, a set-up against a dead master stops every thread of the
+process, and a call may block for long when the master or the owner of an object has stopped. So the master's port
+is tried before the set-up, no call is made outside READY, calls run in `BoundedCalls`, and a client with a late call
+inside is never closed. After a restart of its master, Mooncake's client registers itself and its segment again within a
+second.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from deltaserve.config import StoreConfig
 from statestore.bounded_calls import BoundedCalls
-from statestore.mooncake_client import MISSING, Client, error_of, is_later, is_unreachable
+from statestore.mooncake_client import MISSING, Client, describe, error_of, is_later, is_unreachable, probe
 from statestore.pool import Bytes, PoolClosed, PoolError, PoolUnavailable
 
 T = TypeVar("T")
@@ -40,8 +42,12 @@ THREADS = 6
 PROBE_SECONDS = 1.0
 """What a look at the store may take."""
 
-REBUILD_SECONDS = 15.0
-"""How long a client may fail to recover while its master answers, before it is replaced."""
+REBUILD_SECONDS = 30.0
+"""How long a client may fail to recover while its master takes new ones, before it is replaced. A change of leader
+takes 10 s and more, and the client finds the new one by itself."""
+
+_SETUPS = 3
+"""Attempts of a set-up; ports that it chooses may be taken."""
 
 _PAUSE = 0.02
 _PAUSE_MAX = 0.5
@@ -177,22 +183,25 @@ class Link:
                 f"store.master: nothing answers at {self._config.master}; start mooncake_master or correct it"
             )
         deadline = time.monotonic() + self._config.timeout
-        client = Client()
-
-        def setup() -> int:
-            code = client.setup(self._config, self._segment_bytes)
-            with self._lock:
-                buffers = list(self._memory.values())
-            for buffer in buffers:
-                code = code or client.register(buffer)
+        for attempt in range(1, _SETUPS + 1):
+            client = Client()
+            code = self._calls.run("setup", partial(self._set_up, client), deadline - time.monotonic())
             if code == 0:
-                client.learn_endpoint()
-            return code
+                return client
+            if attempt == _SETUPS or time.monotonic() + _PAUSE_MAX > deadline:
+                break
+            time.sleep(_PAUSE_MAX * random.uniform(0.5, 1.0))
+        raise PoolUnavailable(f"store.master: {self._config.master} refuses a client: {describe(code)}", code)
 
-        code = self._calls.run("setup", setup, deadline - time.monotonic())
-        if code:
-            raise error_of("setup", f"with the master at {self._config.master}", code)
-        return client
+    def _set_up(self, client: Client) -> int:
+        code = client.setup(self._config, self._segment_bytes)
+        with self._lock:
+            buffers = list(self._memory.values())
+        for buffer in buffers:
+            code = code or client.register(buffer)
+        if code == 0:
+            client.learn_endpoint()
+        return code
 
     def _heal(self) -> None:
         quiet = True
@@ -222,7 +231,9 @@ class Link:
             elif unwell_since is None:
                 unwell_since = now
             elif now - unwell_since > REBUILD_SECONDS:
-                self._replace_client()
+                # A set-up against a master that does not answer would stop every thread of this process.
+                if probe(self._config):
+                    self._replace_client()
                 unwell_since = None
             time.sleep(pause * random.uniform(0.7, 1.0))
             pause = min(pause * 2, 1.0)

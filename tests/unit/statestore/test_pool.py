@@ -18,6 +18,7 @@ import pytest
 
 from deltaserve.config import StoreConfig
 from statestore.bounded_calls import BoundedCalls
+from statestore.mooncake_client import probe
 from statestore.mooncake_link import reachable
 from statestore.mooncake_pool import LEAST_SEGMENT, MooncakePool
 from statestore.pool import (
@@ -373,6 +374,7 @@ def test_no_master_is_an_error_at_once() -> None:
     assert not reachable("nonsense")
 
 
+@pytest.mark.cluster
 def test_master_killed_and_restarted(own_master: services.MasterService, key: str) -> None:
     pool = MooncakePool(own_master.config(timeout=3.0))
     with pool.staging(1000, 5) as buffer:
@@ -405,6 +407,7 @@ def test_master_killed_and_restarted(own_master: services.MasterService, key: st
     pool.close()
 
 
+@pytest.mark.cluster
 def test_a_hung_master_costs_a_deadline_and_late_calls_are_cleaned_up(
     own_master: services.MasterService, key: str
 ) -> None:
@@ -429,6 +432,7 @@ def test_a_hung_master_costs_a_deadline_and_late_calls_are_cleaned_up(
     pool.close()
 
 
+@pytest.mark.cluster
 def test_a_client_that_does_not_recover_is_replaced(
     own_master: services.MasterService, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +455,19 @@ def test_a_client_that_does_not_recover_is_replaced(
     pool.close()
 
 
+@pytest.mark.cluster
+def test_no_replacement_while_the_master_takes_no_clients(
+    own_master: services.MasterService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statestore.mooncake_client.PROBE_SECONDS", 3.0)
+    config = own_master.config(timeout=1.0)
+    assert probe(config)
+    own_master.service.hang()
+    assert not probe(config), "its port is open, but it does not answer"
+    assert reachable(config.master)
+    own_master.service.kill()
+
+
 def _fits(pool: Pool, key: str, nbytes: int) -> bool:
     try:
         pool.cancel(pool.reserve(key, nbytes))
@@ -466,6 +483,7 @@ def _owner(connection: Connection, config: StoreConfig) -> None:
     pool.close()
 
 
+@pytest.mark.cluster
 def test_a_hung_owner_hurts_nobody_else(own_master: services.MasterService, key: str) -> None:
     config = own_master.config()
     here, there = multiprocessing.Pipe()
