@@ -3,7 +3,7 @@
 
 It runs in a process of its own, which ends before a cluster starts: two cores and a few gigabytes do not hold both.
 Its answers are kept on disk, because they depend on nothing but what their key covers: model digest, engine settings,
-vLLM's version, the source of the engine package (the kernels), and the requests. A kept answer is one group's, since
+vLLM's version, the source of kernels and arguments, and the requests. A kept answer is one group's, since
 requests that run together share batches.
 
     .deltaserve/cache/reference/<key of model, settings and source>/<key of the group>.json
@@ -126,10 +126,10 @@ class AnswerStore:
 
 
 def source_digest() -> str:
-    """Digest of the engine package's source: other kernels may give other numbers."""
+    """Digest of what the aggregated engine runs of this project, its kernels and arguments: others may differ."""
     package = Path(__file__).parents[1] / "engine"
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.glob("cpu/**/*.py"), package / "arguments.py"]):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

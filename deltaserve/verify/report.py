@@ -62,7 +62,9 @@ def summary(judgement: Judgement) -> list[str]:
         )
     asked = {o.case.name: o.recalled for o in outcomes if o.recalled is not None}
     if asked:
-        lines.append(f"recall: the engine gives {sum(asked.values())} of {len(asked)} prompts the right answer")
+        lines.append(
+            f"recall: the engine gives {sum(asked.values())} of {len(asked)} prompts the right answer"
+        )
     kinds = Counter(o.failure for o in outcomes if o.failure)
     if kinds:
         lines.append("failures: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())))
