@@ -12,8 +12,13 @@ from pathlib import Path
 # vLLM is loaded ("AST constructor recursion depth mismatch"), and takes the summary line with it.
 import hypothesis.internal.observability  # noqa: F401
 import pytest
+from hypothesis import settings
 
 from tests.support.fixtures import etcd_config, etcd_server, master, own_etcd, own_master  # noqa: F401
+
+# A deadline an example measures how busy the machine is, not whether the code is right.
+settings.register_profile("deltaserve", deadline=None)
+settings.load_profile("deltaserve")
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
