@@ -7,6 +7,7 @@ strings, log-probs, tools and reasoning. What is added or refused before it is i
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import Any
 
@@ -21,7 +22,7 @@ def arguments(config: RouterConfig) -> Namespace:
     name = config.served_model_name or config.model.resolve().name
     return core_client.serve_args(
         [
-            f"--model={config.model}",
+            f"--model={config.model.resolve()}",
             f"--served-model-name={name}",
             f"--max-model-len={config.max_model_len}",
             "--disable-log-stats",
@@ -46,6 +47,12 @@ class Front:
         self._llm = core_client.make_async_llm(self._vllm_config, self.dispatcher)
         app = await core_client.make_app(self._llm, self._args)
         return Gateway(app, self.dispatcher)
+
+    async def failed(self) -> str:
+        """Return why nothing can be answered any more, once that is so: vLLM's detokenizing task has ended."""
+        task = self._llm.output_handler
+        await asyncio.wait({task})
+        return "vLLM's output handler ended; its error is above"
 
     async def close(self) -> None:
         """End what is in flight and let the workers go. Never raises."""

@@ -17,10 +17,11 @@ Written for vLLM 0.32.0 and 0.33.0; `check_shapes` refuses at start what no long
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,8 @@ class RemoteCore:
         self._dispatcher = dispatcher
         self.resources = SimpleNamespace(engine_dead=False)  # AsyncLLM.errored
         self.engine_ranks_managed = [0]  # its stat loggers
+        self.output_handler: Callable[[], asyncio.Task[None] | None] = lambda: None
+        """AsyncLLM's task that detokenizes; set once AsyncLLM exists."""
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return ("generate",)
@@ -150,7 +153,9 @@ class RemoteCore:
             raise QueueOverflowError() from error
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
-        self._dispatcher.abort(request_ids)
+        # The detokenizer aborts what a stop string has completed; everybody else, what its client has left.
+        stopped = asyncio.current_task() is self.output_handler()
+        self._dispatcher.abort(request_ids, stopped)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._dispatcher.outputs()
@@ -184,15 +189,17 @@ def make_async_llm(vllm_config: Any, dispatcher: Dispatcher) -> Any:
     import vllm.v1.engine.async_llm as async_llm
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+    core = RemoteCore(dispatcher)
+
     def make_core(*args: Any, renderer: Any = None, **kwargs: Any) -> RemoteCore:
         if renderer is not None:
             renderer.start_mm_warmup_in_background()
-        return RemoteCore(dispatcher)
+        return core
 
     original = async_llm.EngineCoreClient
     async_llm.EngineCoreClient = SimpleNamespace(make_async_mp_client=make_core)
     try:
-        return async_llm.AsyncLLM(
+        llm = async_llm.AsyncLLM(
             vllm_config,
             executor_class=None,
             log_stats=False,
@@ -201,6 +208,8 @@ def make_async_llm(vllm_config: Any, dispatcher: Dispatcher) -> Any:
         )
     finally:
         async_llm.EngineCoreClient = original
+    core.output_handler = lambda: llm.output_handler
+    return llm
 
 
 def serve_args(argv: list[str]) -> Namespace:
@@ -230,9 +239,14 @@ async def make_app(llm: Any, args: Namespace) -> Any:
     from starlette.exceptions import HTTPException
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
+    from vllm.envs import enable_envs_cache
 
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
     app.add_exception_handler(HTTPException, _http_error)  # vLLM's own handler sees only FastAPI's subclass
+    app.middleware_stack = (
+        app.build_middleware_stack()
+    )  # it has been built already, with the handlers before this one
     await init_app_state(llm, app.state, args, tasks)
+    enable_envs_cache()  # reading os.environ again and again takes a fifth of the time of a stream
     return app

@@ -110,6 +110,8 @@ class Dispatcher:
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ValueError("only token prompts with sampling parameters can be dispatched")
+        if request.request_id in self._flights:
+            raise ValueError(f"request {request.request_id} is in flight already")
         if len(self._flights) >= MAX_FLIGHTS:
             raise Overloaded(f"{MAX_FLIGHTS} requests are in flight; try again later")
         extra = dict(params.extra_args or {})
@@ -147,13 +149,16 @@ class Dispatcher:
         )
         self._place(flight)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; whoever holds them stops, and their boundaries go. Unknown ids are ignored."""
+    def abort(self, request_ids: Iterable[str], stopped: bool = False) -> None:
+        """Forget requests; whoever holds them stops, and their boundaries go. Unknown ids are ignored.
+
+        `stopped`: they are complete, because a stop string was found in their text; else their clients have gone.
+        """
         for request_id in request_ids:
             flight = self._flights.get(request_id)
             if flight is not None:
                 self._abort_leg(flight)
-                self._end(flight, "aborted", "abort")
+                self._end(flight, *(("finished", "stop") if stopped else ("aborted", "abort")))
 
     async def outputs(self) -> EngineCoreOutputs:
         """The next step's outputs; steps that have piled up come merged."""
@@ -282,6 +287,14 @@ class Dispatcher:
 
     def link_up(self, link: WorkerLink) -> None:
         self._cooldown.forget(link.worker_id)
+        longest = link.description.max_model_len
+        if longest < self.config.max_model_len:
+            log.warning(
+                "%s takes %d tokens, this router accepts %d; give both the same --max-model-len",
+                link.worker_id,
+                longest,
+                self.config.max_model_len,
+            )
         self.roster.changed()
         for flight in list(self._waiting.values()):
             self._place(flight)
@@ -312,14 +325,14 @@ class Dispatcher:
                 self._prefill_output(flight, output)
                 continue
             output.request_id = flight.request.request_id
-            if not flight.any_output:
-                self._first_output(flight, output)
-            flight.tokens_sent += len(output.new_token_ids)
             reason = output.finish_reason
-            if reason is not None:
-                if reason is FinishReason.ERROR and not flight.tokens_sent:
+            if not flight.any_output:
+                if reason is FinishReason.ERROR:
                     self._decode_refused(flight, link)
                     continue
+                self._first_output(flight, output)
+            flight.tokens_sent += len(output.new_token_ids)
+            if reason is not None:
                 self._end(flight, "error" if reason is FinishReason.ERROR else "finished", str(reason))
             batch.append(output)
         if batch:
@@ -420,7 +433,7 @@ class Dispatcher:
             )  # a lost one may come back in time, this one would fail again
         flight.trace.failure = flight.trace.failure or "decode_failed"
         flight.trace.detail = flight.trace.detail or f"{link.worker_id}: {reason}"
-        if flight.tokens_sent or flight.trace.attempts >= MAX_ATTEMPTS:
+        if flight.any_output or flight.trace.attempts >= MAX_ATTEMPTS:
             self._fail(flight, "decode_failed", f"{link.worker_id}: {reason}")
             return
         self.metrics.retries.labels("decode_failed").inc()
@@ -432,7 +445,6 @@ class Dispatcher:
             flight.local_reason = "prefill_failed"
         if flight.boundary is None and not flight.local_reason:
             flight.local_reason = "prefill_failed"
-        flight.any_output = False
         self._place(flight)
 
     def _fail(self, flight: Flight, kind: str, detail: str) -> None:

@@ -40,8 +40,8 @@ HTTP_SECONDS = 3
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
 
 
-class StartFailed(Exception):
-    """A start that failed for a reason that the operator can act on."""
+class Failed(Exception):
+    """The router cannot start, or cannot go on; the message is for the operator."""
 
 
 def run(config: RouterConfig, membership: Callable[[], Membership] | None = None) -> int:
@@ -54,11 +54,11 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
     try:
         _check_model(config)
         listener = _listen(config.host, config.port)
-    except (StartFailed, ModelError) as error:
+    except (Failed, ModelError) as error:
         return _failed(str(error))
     try:
         _serve(config, membership or _etcd(config), listener)
-    except StartFailed as error:
+    except Failed as error:
         return _failed(str(error))
     finally:
         listener.close()
@@ -90,12 +90,10 @@ def _check_model(config: RouterConfig) -> None:
     """The router needs configuration and tokenizer of a hybrid model, no weights."""
     folder = config.model
     if not folder.is_dir():
-        raise StartFailed(
-            f"model {folder}: no such folder; give the folder of a hybrid Kimi model with --model"
-        )
+        raise Failed(f"model {folder}: no such folder; give the folder of a hybrid Kimi model with --model")
     read_facts(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise StartFailed(
+        raise Failed(
             f"model {folder}: has no tokenizer ({' or '.join(TOKENIZERS)}); "
             "copy the tokenizer's files of the model into the folder"
         )
@@ -111,7 +109,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise StartFailed(
+        raise Failed(
             f"port {port}: {host}:{port} cannot be bound ({error.strerror}); free it, or choose another with --port"
         ) from error
     return listener
@@ -134,10 +132,10 @@ def _serve(config: RouterConfig, membership: Callable[[], Membership], listener:
     except KeyboardInterrupt:
         return
     except core_client.VllmChanged as error:
-        raise StartFailed(str(error)) from error
+        raise Failed(str(error)) from error
     except (ValueError, OSError, ImportError) as error:
         log.debug("start failed", exc_info=True)
-        raise StartFailed(_explain(error, config)) from error
+        raise Failed(_explain(error, config)) from error
     uvloop.run(_main(config, membership, listener, args, vllm_config))
 
 
@@ -212,8 +210,11 @@ async def _http(application: Any, listener: socket.socket, stop: asyncio.Event, 
     server = _make_server(application, announce)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    failed = asyncio.create_task(front.failed())
+    await asyncio.wait({serving, stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+    reason = failed.result() if failed.done() else ""
     stopped.cancel()
+    failed.cancel()
     server.should_exit = True
     log.info("stopping; %d requests are in flight", front.dispatcher.in_flight)
     drain = asyncio.get_running_loop().call_later(
@@ -223,3 +224,5 @@ async def _http(application: Any, listener: socket.socket, stop: asyncio.Event, 
         await serving
     finally:
         drain.cancel()
+    if reason:
+        raise Failed(reason)

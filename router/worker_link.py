@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 DESCRIBE_SECONDS = 5.0
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 2.0
+RELEASE_SECONDS = 0.02
+"""Releases may wait so long for others to share their message; nobody waits for them."""
 OUTGOING = 8192
 """Messages that may wait for one worker; more means that it does not read, and the link is reset."""
 
@@ -75,6 +77,7 @@ class WorkerLink:
         self._events = events
         self._queue: deque[pb.ToWorker] = deque()
         self._wake = asyncio.Event()
+        self._releases: list[str] = []
         self._call: Any = None
         self._task: asyncio.Task[None] | None = None
 
@@ -113,14 +116,19 @@ class WorkerLink:
             self.send(pb.ToWorker(abort=pb.Abort(ids=(leg,))))
 
     def release(self, boundary: str, session: int) -> bool:
-        """Give a boundary back to its publisher; False when the stream it was published on has gone."""
-        if session != self.session:
+        """Give a boundary back to its publisher, soon; False when the stream it was published on has gone."""
+        if not self.up or session != self.session:
             return False
-        try:
-            self.send(pb.ToWorker(release=pb.Release(boundaries=(boundary,))))
-        except LinkDown:
-            return False
+        if not self._releases:
+            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._send_releases)
+        self._releases.append(boundary)
         return True
+
+    def _send_releases(self) -> None:
+        releases, self._releases = self._releases, []
+        if releases:
+            with contextlib.suppress(LinkDown):
+                self.send(pb.ToWorker(release=pb.Release(boundaries=releases)))
 
     # ---- the task
 
@@ -154,13 +162,14 @@ class WorkerLink:
         was_up, self.up, self.error = self.up, False, reason
         self._call = None
         self._queue.clear()
+        self._releases.clear()
         if was_up:
             legs, self.legs = list(self.legs.values()), {}
             self._events.link_down(self, legs, reason)
 
     async def _connect(self) -> None:
         async with grpc.aio.insecure_channel(self.member.address, options=codec.CHANNEL_OPTIONS) as channel:
-            stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+            stub = WorkerStub(channel)
             description = await stub.Describe(pb.DescribeRequest(), timeout=DESCRIBE_SECONDS)
             self._check(description)
             self.description = description

@@ -171,10 +171,14 @@ def test_stops_children_and_log_probs(client: openai.OpenAI, workers: Workers) -
     wait_until(lambda: len(workers.prefill.released) == 3 and not workers.prefill.boundaries)
 
 
-def test_a_stop_string_ends_the_request_on_the_worker(client: openai.OpenAI, workers: Workers) -> None:
+def test_a_stop_string_ends_the_request_on_the_worker(
+    client: openai.OpenAI, router: Router, workers: Workers
+) -> None:
     workers.decode.knobs.step_seconds = 0.01
     whole = client.completions.create(model="demo", prompt=LONG, max_tokens=8).choices[0].text
     answer = client.completions.create(model="demo", prompt=LONG, max_tokens=300, stop=[whole[5:9]])
+    trace = httpx.get(f"{router.url}/deltaserve/requests/{answer.id}").json()
+    assert (trace["status"], trace["finish_reason"]) == ("finished", "stop")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].text == whole[: whole.index(whole[5:9])]
     wait_until(lambda: len(workers.decode.aborted) == 1 and len(workers.prefill.released) == 2)
