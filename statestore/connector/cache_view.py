@@ -31,7 +31,7 @@ class CacheView:
         """Raises ValueError naming the layer when a tensor's shape is not what `geometry` says."""
         self.geometry = geometry
         kda, mla = split_groups(kv_cache_config)
-        self._kda = [(group, *self._states(kv_caches[name])) for name, group in kda.values()]
+        self._kda = [(group, *self._states(name, kv_caches[name])) for name, group in kda.values()]
         self._mla = [(group, _rows(kv_caches[name])) for name, group in mla.values()]
         for (name, _), (_, rows) in zip(mla.values(), self._mla, strict=True):
             if rows.shape[1:] != (geometry.block_size, geometry.latent_width):
@@ -40,7 +40,7 @@ class CacheView:
                     f"expected blocks of {(geometry.block_size, geometry.latent_width)}"
                 )
 
-    def _states(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(self, name: str, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolution and recurrent state of every block of a KDA layer, as views of its pages."""
         g = self.geometry
         pages = cache.flatten(1).view(torch.uint8)
@@ -49,7 +49,9 @@ class CacheView:
         conv_bytes = columns * g.conv_channels * g.conv_bytes
         end = conv_bytes + g.recurrent_rank_bytes
         if pages.shape[1] < end:
-            raise ValueError(f"a KDA page of {pages.shape[1]} bytes is smaller than its state of {end}")
+            raise ValueError(
+                f"cache of {name} has pages of {pages.shape[1]} bytes, smaller than its state of {end}"
+            )
         conv = pages[:, :conv_bytes].view(_torch_dtype(g.conv_dtype)).unflatten(1, conv_shape)
         recurrent = pages[:, conv_bytes:end].view(_torch_dtype(g.recurrent_dtype))
         return conv, recurrent.unflatten(1, (g.heads_per_rank, g.head_v, g.head_k))

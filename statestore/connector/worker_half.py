@@ -22,7 +22,7 @@ from statestore.connector.describe import geometry_of
 from statestore.connector.loading import Loader
 from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports
 from statestore.connector.publishing import Publisher
-from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable
+from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable, SizeMismatch
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ def failure_kind(error: Exception) -> str:
         return error.kind
     kinds: list[tuple[type[Exception], str]] = [
         (PoolMissing, "missing"),
+        (SizeMismatch, "size"),
         (PoolFull, "store_full"),
         (PoolUnavailable, "store_unavailable"),
         (TimeoutError, "timeout"),
