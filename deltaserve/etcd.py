@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 from deltaserve.config import EtcdConfig
+from deltaserve.etcd_channel import EtcdUnavailable
 from deltaserve.etcd_client import (
     Compare,
     Etcd,
     EtcdDenied,
     EtcdLeaseGone,
-    EtcdUnavailable,
     EtcdVersionRefused,
     KeyValue,
     Listing,

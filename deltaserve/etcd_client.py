@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import random
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -37,11 +34,9 @@ from etcd3aio.lease import LeaseService
 from etcd3aio.maintenance import MaintenanceService
 
 from deltaserve.config import EtcdConfig
+from deltaserve.etcd_channel import EtcdUnavailable, open_channel
 
 T = TypeVar("T")
-
-MAX_MESSAGE = 16 << 20
-"""Bytes of the largest answer; a listing of some thousand boundaries fits."""
 
 _ATTEMPTS_PER_CALL = 3
 _PAUSE = 0.05
@@ -60,10 +55,6 @@ _RETRIED = {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-
-
-class EtcdUnavailable(ConnectionError):
-    """etcd did not answer in time, or not in a usable way."""
 
 
 class EtcdDenied(EtcdUnavailable):
@@ -305,7 +296,7 @@ class Etcd:
             raise EtcdUnavailable("etcd: this connection has been closed")
         if self._channel is not None:
             return
-        self._channel = _open_channel(self.config)
+        self._channel = open_channel(self.config)
         self._services = {
             "kv": KVService(self._channel, max_attempts=1),
             "lease": LeaseService(self._channel, max_attempts=1),
@@ -406,83 +397,6 @@ def check_version(version: str) -> None:
         raise EtcdVersionRefused(f"etcd {version}: 3.5.0 to 3.5.2 can lose data after a crash; {remedy}")
     if numbers < (3, 4, 23):
         raise EtcdVersionRefused(f"etcd {version} is too old; {remedy}")
-
-
-def _open_channel(config: EtcdConfig) -> grpc.aio.Channel:
-    options: list[tuple[str, Any]] = [
-        ("grpc.lb_policy_name", "round_robin"),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 3_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.max_receive_message_length", MAX_MESSAGE),
-        ("grpc.enable_http_proxy", 0),
-        # Two clients of one process must not share a connection: one's close would be the other's.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    target, authority = _target(config.endpoints)
-    if config.ca_cert is None:
-        if config.client_cert or config.client_key:
-            raise ValueError(
-                "etcd.client_cert and client_key need etcd.ca_cert; name the authority's PEM file"
-            )
-        return grpc.aio.insecure_channel(target, options=options)
-    credentials = grpc.ssl_channel_credentials(
-        _pem("ca_cert", config.ca_cert),
-        _pem("client_key", config.client_key),
-        _pem("client_cert", config.client_cert),
-    )
-    options.append(("grpc.ssl_target_name_override", authority))
-    return grpc.aio.secure_channel(target, credentials, options=options)
-
-
-def _target(endpoints: Sequence[str]) -> tuple[str, str]:
-    """gRPC's target that spreads calls over the endpoints, and the host whose certificate is checked.
-
-    With TLS and several endpoints, every certificate must name the first endpoint's host.
-    """
-    hosts = []
-    for endpoint in endpoints:
-        host, colon, port = endpoint.rpartition(":")
-        host = host.strip("[]")
-        if not colon or not host or not port.isdigit():
-            raise ValueError(f"etcd.endpoints: {endpoint!r} is not host:port")
-        hosts.append((host, int(port)))
-    first = hosts[0][0]
-    if len(hosts) == 1 and not _is_address(first):
-        return f"dns:///{endpoints[0]}", first
-    addresses = [address for host, port in hosts for address in _resolve(host, port)]
-    four = [address for address in addresses if not address.startswith("[")]
-    return (f"ipv4:{','.join(four)}" if four else f"ipv6:{','.join(addresses)}"), first
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _resolve(host: str, port: int) -> list[str]:
-    if _is_address(host):
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
-    try:
-        found = socket.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise EtcdUnavailable(f"etcd.endpoints: {host} cannot be resolved: {error}") from error
-    return [f"{found_at[4][0]!s}:{port}" for found_at in found]
-
-
-def _pem(field: str, path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"etcd.{field}: {path} cannot be read: {error.strerror}") from error
 
 
 def key_value(kv: Any) -> KeyValue:

@@ -22,7 +22,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from deltaserve.etcd_client import Etcd, EtcdUnavailable, KeyValue, Listing, key_value, words
+from deltaserve.etcd_channel import EtcdUnavailable
+from deltaserve.etcd_client import Etcd, KeyValue, Listing, key_value, words
 
 log = logging.getLogger(__name__)
 

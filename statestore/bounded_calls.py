@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from statestore.pool import Bytes, PoolClosed, PoolUnavailable
+from statestore.pool import Bytes, PoolClosed, PoolUnavailable, extent
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class BoundedCalls:
 
     def run(self, what: str, work: Callable[[], T], timeout: float, buffers: Sequence[Bytes] = ()) -> T:
         """Run `work` and return its result. Raises what it raises, and PoolUnavailable after `timeout` seconds."""
-        job = _Job(work, tuple(_extent(buffer) for buffer in buffers))
+        job = _Job(work, tuple(extent(buffer) for buffer in buffers))
         with self._changed:
             if self._closed:
                 raise PoolClosed(f"{what}: the pool has been closed")
@@ -71,7 +71,7 @@ class BoundedCalls:
 
     def busy(self, buffer: Bytes) -> bool:
         """Whether a late call may touch this memory."""
-        first, last = _extent(buffer)
+        first, last = extent(buffer)
         with self._changed:
             return any(first < end and start < last for job in self._late for start, end in job.buffers)
 
@@ -142,7 +142,3 @@ class BoundedCalls:
                 job.future.set_result(result)
             if was_late:
                 return
-
-
-def _extent(buffer: Bytes) -> tuple[int, int]:
-    return buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes

@@ -31,6 +31,7 @@ from statestore.pool import (
     PoolFull,
     PoolMissing,
     PoolUnavailable,
+    extent,
 )
 
 FULL = -200
@@ -173,11 +174,11 @@ class Client:
 
     def register(self, buffer: Bytes) -> int:
         """Announce memory."""
-        return int(self._store.register_buffer(buffer.ctypes.data, buffer.nbytes))
+        return int(self._store.register_buffer(extent(buffer)[0], buffer.nbytes))
 
     def unregister(self, buffer: Bytes) -> int:
         """Take memory back."""
-        return int(self._store.unregister_buffer(buffer.ctypes.data))
+        return int(self._store.unregister_buffer(extent(buffer)[0]))
 
     def start(self, key: str, nbytes: int, preferred_segment: str) -> int:
         """Begin a put session: reserve the bytes, hard-pinned, one replica."""
@@ -192,7 +193,7 @@ class Client:
         return int(
             self._store.batch_put_from_multi_buffer_ranges(
                 [key],
-                [[buffer.ctypes.data for _, buffer in pieces]],
+                [[extent(buffer)[0] for _, buffer in pieces]],
                 [[buffer.nbytes for _, buffer in pieces]],
                 [[offset for offset, _ in pieces]],
             )[0]
@@ -222,7 +223,7 @@ class Client:
         return int(
             self._store.batch_get_into_multi_buffers(
                 [key],
-                [[buffer.ctypes.data for buffer in buffers]],
+                [[extent(buffer)[0] for buffer in buffers]],
                 [[buffer.nbytes for buffer in buffers]],
                 False,
             )[0]
@@ -231,7 +232,7 @@ class Client:
     def read_ranges(self, key: str, pieces: Pieces) -> int:
         """Read ranges; returns bytes, or the code of the first that failed."""
         results = self._store.get_into_ranges(
-            [buffer.ctypes.data for _, buffer in pieces],
+            [extent(buffer)[0] for _, buffer in pieces],
             [[key]] * len(pieces),
             [[[0]]] * len(pieces),
             [[[offset]] for offset, _ in pieces],

@@ -30,7 +30,7 @@ from typing import TypeVar
 from deltaserve.config import StoreConfig
 from statestore.bounded_calls import BoundedCalls
 from statestore.mooncake_client import MISSING, Client, describe, error_of, is_later, is_unreachable, probe
-from statestore.pool import Bytes, PoolClosed, PoolError, PoolUnavailable
+from statestore.pool import Bytes, PoolClosed, PoolError, PoolUnavailable, extent
 
 T = TypeVar("T")
 
@@ -89,20 +89,20 @@ class Link:
             self.guard("register")
             if self._covers(buffer):
                 raise ValueError("buffer: this memory has been registered already")
-            self._memory[buffer.ctypes.data] = buffer
+            self._memory[extent(buffer)[0]] = buffer
         try:
             code = self.once("register", lambda: self.client.register(buffer), self._config.timeout)
             if code:
                 raise error_of("register", f"{buffer.nbytes} bytes", code)
         except BaseException:
             with self._lock:
-                self._memory.pop(buffer.ctypes.data, None)
+                self._memory.pop(extent(buffer)[0], None)
             raise
 
     def unregister(self, buffer: Bytes) -> None:
         """Take memory back. Never raises."""
         with self._lock:
-            if self._closed or self._memory.pop(buffer.ctypes.data, None) is None:
+            if self._closed or self._memory.pop(extent(buffer)[0], None) is None:
                 return
         with contextlib.suppress(Exception):
             self.once("unregister", lambda: self.client.unregister(buffer), self._config.timeout)
@@ -110,14 +110,19 @@ class Link:
     def registered(self, buffers: Sequence[Bytes]) -> bool:
         """Whether every buffer lies inside announced memory."""
         with self._lock:
-            return all(self._covers(buffer) for buffer in buffers)
+            spans = [extent(memory) for memory in self._memory.values()]
+        for buffer in buffers:
+            first, last = extent(buffer)
+            if not any(start <= first and last <= end for start, end in spans):
+                return False
+        return True
 
     def busy(self, buffer: Bytes) -> bool:
         """Whether a late call may touch this memory."""
         return self._calls.busy(buffer)
 
     def _covers(self, buffer: Bytes) -> bool:
-        first, last = buffer.ctypes.data, buffer.ctypes.data + buffer.nbytes
+        first, last = extent(buffer)
         return any(start <= first and last <= start + m.nbytes for start, m in self._memory.items())
 
     # ---- calls
