@@ -83,6 +83,16 @@ def install() -> None:
     internals.replace(_Experts, "apply", _experts_apply)
 
 
+def keep_plain_weights(model: nn.Module) -> None:
+    """Exempt from the CPU's packed GEMM, which empties a layer's weight, the layers whose weight is read directly.
+
+    These are the attention residual's query and the up-projection in the experts' sharded tail.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(("_res_proj", ".routed_expert_up_proj")):
+            module._cpu_skip_gemm_dispatch = True
+
+
 install()
 
 
@@ -91,8 +101,4 @@ class KimiLinearForCausalLM(internals.linear.KimiLinearForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        for name, module in self.named_modules():
-            # These weights are read directly, by the attention residual and by the experts' sharded tail; the CPU's
-            # packed GEMM would leave them empty.
-            if name.endswith(("_res_proj", ".routed_expert_up_proj")):
-                module._cpu_skip_gemm_dispatch = True
+        keep_plain_weights(self)

@@ -12,7 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from deltaserve.engine.cpu.vllm_version import require_supported_version
 
 _PLATFORM = "deltaserve.engine.cpu.platform.HybridCpuPlatform"
-_MODEL = "deltaserve.engine.cpu.model:KimiLinearForCausalLM"
+_MODELS = {
+    "KimiLinearForCausalLM": "deltaserve.engine.cpu.model:KimiLinearForCausalLM",
+    "KimiK3MTPModel": "deltaserve.engine.cpu.mtp:KimiK3MTP",
+}
 
 
 def cpu_build() -> bool:
@@ -30,7 +33,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Register the model class; called by vLLM in every process it starts."""
+    """Register the model classes; called by vLLM in every process it starts."""
     if not cpu_build():
         return
     from vllm.platforms import current_platform
@@ -40,4 +43,5 @@ def register() -> None:
     require_supported_version()
     from vllm import ModelRegistry
 
-    ModelRegistry.register_model("KimiLinearForCausalLM", _MODEL)
+    for architecture, model in _MODELS.items():
+        ModelRegistry.register_model(architecture, model)

@@ -54,6 +54,9 @@ _shared_kimi_package()
 linear: Any = import_module("vllm.models.kimi_k3.amd.linear")
 """The Kimi model on vLLM's shared layers; its vendor kernels are reached through the names replaced below."""
 
+mtp: Any = import_module("vllm.models.kimi_k3.amd.mtp")
+"""The draft model of K3's multi-token prediction head, on the same layers."""
+
 from vllm import _custom_ops as custom_ops  # noqa: E402
 from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonMetadataBuilder,
@@ -92,6 +95,7 @@ __all__ = [
     "is_conv_state_dim_first",
     "k3_layer",
     "linear",
+    "mtp",
     "replace",
 ]
 
@@ -125,6 +129,11 @@ def _check() -> None:
     )
     _require_attributes(
         "GDNAttentionMetadataBuilder", GDNAttentionMetadataBuilder, ("_build_chunk_metadata", "build")
+    )
+    _require_parameters(
+        "kimi_k3.amd.mtp.fused_mtp_input",
+        mtp.fused_mtp_input,
+        ("positions", "inputs_embeds", "previous_hidden_states", "enorm_weight", "hnorm_weight", "eps"),
     )
     _require_parameters(
         "kimi_k3.amd.linear.attn_res",

@@ -90,7 +90,7 @@ def test_precopy_leaves_fresh_and_unmapped_requests(columns_last: bool) -> None:
 
 @pytest.mark.parametrize("columns_last", [False, True])
 def test_postprocess_keeps_the_state_at_a_crossed_boundary(columns_last: bool) -> None:
-    """Request 0 ran from 30 to 34 tokens in column 2: the state after 32 belongs in column 1. Request 1 crosses none."""
+    """Request 0 ran from 30 to 34 in column 2: the state after 32 belongs in column 1. Request 1 crosses nothing."""
     c = Caches(columns_last)
     conv, recurrent = c.columns(3).clone(), c.recurrent.clone()
     out = torch.tensor([9, 9])

@@ -168,3 +168,25 @@ def test_entry_points_decline_without_the_cpu_build(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "vllm.platforms", None)  # a CUDA installation is not even asked
     assert plugin.platform() is None
     plugin.register()
+
+
+def test_mtp_input_masks_the_first_position() -> None:
+    from deltaserve.engine.cpu.mtp import mtp_input
+
+    positions = torch.tensor([0, 1, 7, 0])
+    embeds, hidden, embed_weight, hidden_weight = (
+        torch.randn(4, 16),
+        torch.randn(4, 16),
+        torch.rand(16),
+        torch.rand(16),
+    )
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.double()
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight.double()
+
+    found = mtp_input(positions, embeds, hidden, embed_weight, hidden_weight, 1e-5)
+    masked = embeds * (positions != 0).unsqueeze(1)
+    assert error(found[:, :16], rms(masked, embed_weight)) < 1e-6
+    assert error(found[:, 16:], rms(hidden, hidden_weight)) < 1e-6
+    assert error(found[:, :16], rms(embeds, embed_weight)) > 1e-2
