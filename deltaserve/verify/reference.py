@@ -173,7 +173,12 @@ def _compute(config: WorkerConfig, groups: Sequence[Group]) -> list[list[Answer]
         with log.open("wb") as output:
             # A session of its own, so that the engine's own children end with it, and Ctrl-C reaches only this process.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(folder),
+                start_new_session=True,
             )
             try:
                 code = process.wait(limit)
@@ -189,6 +194,13 @@ def _compute(config: WorkerConfig, groups: Sequence[Group]) -> list[list[Answer]
             raise ReferenceError(f"the aggregated engine ended with exit code {code}\n{_tail(log)}")
         found = json.loads(result.read_text())
         return [[_answer(item) for item in group] for group in found]
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Temporary files go with `folder`; compiled kernels stay where `deltaserve up` keeps them."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    return {**kept, **os.environ, "TMPDIR": folder}
 
 
 def _tail(log: Path) -> str:
