@@ -49,7 +49,7 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
 
     `membership` makes the register; None: etcd's.
     """
-    configure_logging("router")
+    _configure_logging()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the event loop takes it over
     try:
         _check_model(config)
@@ -66,6 +66,13 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
     sys.stderr.flush()
     # Everything has been given back. The interpreter's own end would take seconds, and compiled extensions complain.
     os._exit(0)
+
+
+def _configure_logging() -> None:
+    configure_logging("router")
+    for name in ("vllm.triton_utils", "vllm.config"):  # advice about kernels, and there are none here
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def _failed(message: str) -> int:
@@ -91,7 +98,12 @@ def _check_model(config: RouterConfig) -> None:
     folder = config.model
     if not folder.is_dir():
         raise Failed(f"model {folder}: no such folder; give the folder of a hybrid Kimi model with --model")
-    read_facts(folder)
+    facts = read_facts(folder)
+    if 0 < facts.max_position < config.max_model_len:
+        raise Failed(
+            f"max_model_len {config.max_model_len}: {folder} was made for {facts.max_position} tokens (config.json); "
+            "lower it with --max-model-len"
+        )
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise Failed(
             f"model {folder}: has no tokenizer ({' or '.join(TOKENIZERS)}); "
@@ -134,16 +146,9 @@ def _serve(config: RouterConfig, membership: Callable[[], Membership], listener:
     except core_client.VllmChanged as error:
         raise Failed(str(error)) from error
     except (ValueError, OSError, ImportError) as error:
-        log.debug("start failed", exc_info=True)
-        raise Failed(_explain(error, config)) from error
+        text = " ".join(str(error).split())
+        raise Failed(f"model {config.model}: {type(error).__name__}: {text}") from error
     uvloop.run(_main(config, membership, listener, args, vllm_config))
-
-
-def _explain(error: Exception, config: RouterConfig) -> str:
-    text = " ".join(str(error).split())
-    if "max_model_len" in text:
-        return f"max_model_len {config.max_model_len}: {text}; lower it with --max-model-len"
-    return f"model {config.model}: {type(error).__name__}: {text}"
 
 
 async def _main(
@@ -165,6 +170,7 @@ async def _main(
     _stage("joining the cluster")
     try:
         application = await front.open()
+        _configure_logging()  # libraries of vLLM's have set levels of their own
         if not stop.is_set():
             await _http(application, listener, stop, front)
     finally:

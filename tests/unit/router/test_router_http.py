@@ -374,6 +374,13 @@ def test_a_port_that_is_taken() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_context_that_the_model_was_not_made_for() -> None:
+    done = run_to_the_end(max_model_len=1_000_000)
+    assert done.returncode == 1
+    assert "--max-model-len" in done.stderr
+    assert "32768" in done.stderr
+
+
 @pytest.mark.parametrize("case", ["missing", "no tokenizer", "not hybrid", "no config"])
 def test_a_model_that_cannot_be_served(tmp_path: Path, case: str) -> None:
     folder = tmp_path / "model"
