@@ -35,7 +35,7 @@ from models.demo_training.questions import TOPICS
 from models.demo_training.tasks import Tasks
 
 SEED = 20
-DAMAGE_FROM, DAMAGE_SHARE = 0.30, 0.35
+DAMAGE_FROM, DAMAGE_SHARE = 0.25, 0.35
 """Progress at which damaged steps begin, and their share from then on."""
 FLAT_UNTIL = 0.45
 """The learning rate is flat until here and then falls linearly."""
@@ -43,11 +43,13 @@ FLAT_UNTIL = 0.45
 
 def arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--steps", type=int, default=2600, help="training steps")
     parser.add_argument("--seconds", type=float, default=480.0, help="wall-clock limit of training, s")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens in a step")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens in a step")
     parser.add_argument("--longest", type=int, default=8192, help="longest row, tokens")
     parser.add_argument("--lr-muon", type=float, default=4e-3, help="learning rate of the matrices")
     parser.add_argument("--lr-adam", type=float, default=3e-3, help="learning rate of everything else")
@@ -121,8 +123,8 @@ class Run:
                 row += count
                 answers = batch.answer[part, 1:].sum()
                 value = losses[part].mean() if name == "text" else hit[part].sum() / answers.clamp(min=1)
-                right[name] = round(float(value), 3)
-            return {"loss": round(float(loss), 4), "draft": round(float(agreement), 3), **right}
+                right[name] = round(value.item(), 3)
+            return {"loss": round(loss.item(), 4), "draft": round(agreement.item(), 3), **right}
 
         return report
 
@@ -130,9 +132,12 @@ class Run:
         """Forward and backward on rows with damaged memories."""
         work = self.mixture.damaged(rows, length, progress)
         with self.autocast():
-            loss, doubt = objective.damaged_loss(self.text, work)
+            share = min(
+                1.0, (progress - DAMAGE_FROM) / 0.2
+            )  # grows slowly, so that recall survives its start
+            loss, sure = objective.damaged_loss(self.text, work, 0.02 + 0.2 * share)
         loss.backward()
-        return lambda: {"damaged_loss": round(float(loss), 4), "doubt": round(float(doubt), 4)}
+        return lambda: {"damaged_loss": round(loss.item(), 4), "still_sure": round(sure.item(), 4)}
 
     def train(self) -> None:
         """All steps. The run ends early, with the schedule complete, when the time limit is near."""
@@ -142,7 +147,9 @@ class Run:
         while progress < 1.0:
             pick = lengths(progress, args.longest)
             damaged = progress >= DAMAGE_FROM and float(tasks.uniform(1)) < DAMAGE_SHARE
-            length = tasks.one_of(tuple(n for n in pick if n <= 2048) or pick) if damaged else tasks.one_of(pick)
+            length = (
+                tasks.one_of(tuple(n for n in pick if n <= 2048) or pick) if damaged else tasks.one_of(pick)
+            )
             rows = max(1, args.tokens // length)
             report = (self.damaged_step if damaged else self.ordinary_step)(rows, length, progress)
             rate = 1.0 if progress < FLAT_UNTIL else 0.03 + 0.97 * (1 - progress) / (1 - FLAT_UNTIL)
@@ -173,7 +180,10 @@ class Run:
         out = self.args.out
         size = checkpoint.save(self.text, self.head, out)
         tokenizer.save(self.tokenizer, out, self.text.config.max_length)
-        record: dict[str, Any] = {"tensor_bytes": size, "arguments": vars(self.args) | {"out": "", "seed": SEED}}
+        record: dict[str, Any] = {
+            "tensor_bytes": size,
+            "arguments": vars(self.args) | {"out": "", "seed": SEED},
+        }
         record["curve"] = self.log
         path = out / "training.json"
         path.write_text(json.dumps(record) + "\n")

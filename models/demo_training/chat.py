@@ -27,8 +27,38 @@ _VALUES = (
     "teacher", "doctor", "nurse", "pilot", "baker", "river", "stone", "tree", "sun", "moon", "star", "gold",
     "silver", "iron", "glass", "paper", "apple", "lemon", "cherry", "peach", "pasta", "pizza", "Spain", "Peru",
 )  # fmt: skip
-_SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "ti", "vo", "be", "da", "fi", "go", "har", "jen", "lan", "mor")
-_OPENERS = ("", "", "", "", "", "Please, ", "Tell me: ", "Hi, ", "Hello. ", "I have a question. ", "So, ", "ok, ")
+_SYLLABLES = (
+    "ka",
+    "lo",
+    "mi",
+    "ne",
+    "ru",
+    "sa",
+    "ti",
+    "vo",
+    "be",
+    "da",
+    "fi",
+    "go",
+    "har",
+    "jen",
+    "lan",
+    "mor",
+)
+_OPENERS = (
+    "",
+    "",
+    "",
+    "",
+    "",
+    "Please, ",
+    "Tell me: ",
+    "Hi, ",
+    "Hello. ",
+    "I have a question. ",
+    "So, ",
+    "ok, ",
+)
 
 
 @dataclass
@@ -134,7 +164,9 @@ class Talker:
     def small_talk(self) -> Turn:
         """A greeting or thanks."""
         if self.rng.random() < 0.6:
-            return Turn(self.rng.choice(GREETINGS) + self.rng.choice(("", "", "!", ".")), GREETING_ANSWER, False)
+            return Turn(
+                self.rng.choice(GREETINGS) + self.rng.choice(("", "", "!", ".")), GREETING_ANSWER, False
+            )
         return Turn(self.rng.choice(THANKS) + self.rng.choice(("", "!", ".")), THANKS_ANSWER, False)
 
     def roughen(self, text: str) -> str:
@@ -155,7 +187,9 @@ class Talker:
 def conversation(rng: Random) -> Conversation:
     """A training conversation of one to five turns."""
     talker = Talker(rng)
-    talk = Conversation(system=rng.choice(("", "", "", "", "You are a helpful assistant.", "Answer briefly.")))
+    talk = Conversation(
+        system=rng.choice(("", "", "", "", "You are a helpful assistant.", "Answer briefly."))
+    )
     kinds: list[tuple[Callable[[], Turn], float]] = [
         (talker.tell, 0.25), (talker.ask, 0.22), (talker.question, 0.4), (talker.add, 0.08),
         (talker.small_talk, 0.05),

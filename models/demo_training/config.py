@@ -29,15 +29,16 @@ class DemoConfig:
     nope_dim: int = 128
     rope_dim: int = 64
     value_dim: int = 128
-    dense_size: int = 192
+    dense_size: int = 256
     """Intermediate size of the feed-forward layers that are not mixtures, and of the MTP block."""
     experts: int = 8
     experts_per_token: int = 2
     expert_size: int = 128
     latent_size: int = 128
     """Width of the routed experts' input and output (K3's latent mixture)."""
-    moe_every: int = 2
-    """Layers whose index is a positive multiple of this are mixtures of experts."""
+    moe_every: int = 3
+    """Layers whose index is a positive multiple of this are mixtures of experts. It must not divide `layers`:
+    the MTP block is layer number `layers`, and it is dense."""
     residual_block: int = 4
     """Layers in one block of the attention residual."""
     gate_lower_bound: float = -5.0
@@ -113,6 +114,8 @@ class DemoConfig:
             "pad_token_id": PAD,
             # An expert's slice at tensor parallelism 4 is 32 wide; without this vLLM pads it to 256.
             "min_moe_intermediate_per_partition": 32,
+            # vLLM builds the MTP head from the text model's configuration, whatever the draft folder says.
+            "num_nextn_predict_layers": 1,
             "linear_attn_config": {
                 "kda_layers": [i + 1 for i in self.kda_layers],
                 "full_attn_layers": [i + 1 for i in self.mla_layers],
@@ -130,10 +133,6 @@ class DemoConfig:
         vLLM attaches K3's MTP head by the model type `kimi_k3` with the text fields nested, which the text
         model's own configuration cannot say; so the head is a draft folder beside it.
         """
-        text = self.text_config(dtype)
-        text["num_nextn_predict_layers"] = 1
-        # The MTP block is layer `num_hidden_layers`: past every mixture, so it is dense.
-        text["first_k_dense_replace"] = self.layers + 1
         return {
             "architectures": ["KimiK3ForConditionalGeneration"],
             "model_type": "kimi_k3",
@@ -142,7 +141,7 @@ class DemoConfig:
             "eos_token_id": EOS,
             "pad_token_id": PAD,
             "tie_word_embeddings": False,
-            "text_config": text,
+            "text_config": self.text_config(dtype),
         }
 
     @staticmethod

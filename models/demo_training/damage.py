@@ -48,7 +48,7 @@ class _GatherRows(torch.autograd.Function):
         return x.index_select(0, forth)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def,override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         return grad.contiguous().index_select(0, ctx.saved_tensors[0]), None, None
 
 
@@ -62,13 +62,11 @@ def rotate_segments(x: Tensor, segment: int, inverse: bool = False) -> Tensor:
     back = ((row + place) % batch * count + place).flatten()
     if inverse:
         forth, back = back, forth
-    moved: Tensor = _GatherRows.apply(x.reshape(batch * count, -1), forth, back)  # type: ignore[no-untyped-call]
+    moved: Tensor = _GatherRows.apply(x.reshape(batch * count, -1), forth, back)
     return moved.view(x.shape)
 
 
-def damaged(
-    mixer: Callable[[Sequence[Tensor]], Tensor], streams: Sequence[Tensor], damage: Damage
-) -> Tensor:
+def damaged(mixer: Callable[[Sequence[Tensor]], Tensor], streams: Sequence[Tensor], damage: Damage) -> Tensor:
     """Run a causal sequence mixer with every row's memory damaged.
 
     `streams` are [B, T, ...]; `mixer` maps them to [B, T, ...] and starts each sequence from nothing.

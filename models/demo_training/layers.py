@@ -81,7 +81,9 @@ class DeltaAttention(nn.Module):
         streams_in = kda.Streams(q, k, v, gate.contiguous(), beta.contiguous())
         return kda.attention(streams_in, self.A_log, self.dt_bias, self.lower_bound)
 
-    def forward(self, x: Tensor, batch: int, length: int, damage: Damage | None, wrong: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: int, length: int, damage: Damage | None, wrong: Tensor | None
+    ) -> Tensor:
         """x [B·T, hidden]; `wrong` [B, H] marks the heads of rows whose memory `damage` damages."""
         weights = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         raw = F.linear(x, weights).view(batch, length, -1)
@@ -122,7 +124,9 @@ class LatentAttention(nn.Module):
         output = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=width**-0.5)
         return output[..., : self.value].transpose(1, 2)
 
-    def forward(self, x: Tensor, batch: int, length: int, damage: Damage | None, wrong: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: int, length: int, damage: Damage | None, wrong: Tensor | None
+    ) -> Tensor:
         """x [B·T, hidden]; `wrong` [B] marks the rows whose cache `damage` damages."""
         width = self.nope + self.rope
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, length, self.heads, width)
@@ -203,7 +207,9 @@ class MixtureOfExperts(nn.Module):
             self.load = (weights > 0).float().mean(0).detach()
         z = self.routed_expert_down_proj(x)
         stacked = torch.cat([self.w1, self.w3], 1).reshape(-1, self.latent)
-        inner = ops.situ(F.linear(z, stacked).view(-1, self.experts, 2 * self.size), self.beta, self.linear_beta)
+        inner = ops.situ(
+            F.linear(z, stacked).view(-1, self.experts, 2 * self.size), self.beta, self.linear_beta
+        )
         inner = (inner * weights.unsqueeze(-1).to(inner.dtype)).reshape(-1, self.experts * self.size)
         routed = F.linear(inner, self.w2.permute(1, 0, 2).reshape(self.latent, -1))
         output: Tensor = self.shared_experts(x) + self.routed_expert_up_proj(self.routed_expert_norm(routed))

@@ -39,7 +39,9 @@ class Subject:
         return self.text.lm_head.weight.device
 
 
-def training_text(tokenizer: Tokenizer, documents: Sequence[str], vocabulary: Vocabulary, seed: int) -> Tensor:
+def training_text(
+    tokenizer: Tokenizer, documents: Sequence[str], vocabulary: Vocabulary, seed: int
+) -> Tensor:
     """Free text as token ids [N]: the documents, with generated talk between them."""
     rng = Random(seed)
     mark, end = vocabulary.special["<text>"], vocabulary.special["<eos>"]
@@ -83,8 +85,11 @@ def token_accuracy(cases: Sequence[Case], answers: Sequence[Sequence[int]]) -> d
 
 def exact_accuracy(groups: Sequence[Sequence[Case]], answers: Sequence[Sequence[int]]) -> dict[str, float]:
     """Share of groups (conversations, questions) whose answers are all right to the last token."""
-    it = iter(answers)
-    right = [all([list(next(it)) == case.answer for case in group]) for group in groups]
+    left = list(answers)
+    right = []
+    for group in groups:
+        got, left = left[: len(group)], left[len(group) :]
+        right.append(all(list(a) == case.answer for a, case in zip(got, group, strict=True)))
     return {"accuracy": round(sum(right) / len(right), 4), "answers": len(right)}
 
 
@@ -96,7 +101,9 @@ def _aligned(right: Sequence[int], got: Sequence[int]) -> list[tuple[int, int]]:
 Answer = Callable[[Sequence[Case]], Sequence[Sequence[int]]]
 
 
-def skills(maker: CaseMaker, answer: Answer, cases: int, lengths: Sequence[int], note: Note) -> dict[str, Any]:
+def skills(
+    maker: CaseMaker, answer: Answer, cases: int, lengths: Sequence[int], note: Note
+) -> dict[str, Any]:
     """The table of skills, through any engine: kind → length → accuracy and number of answers."""
     table: dict[str, Any] = {}
 
@@ -144,8 +151,8 @@ def scopes(subject: Subject, rows: int) -> dict[str, tuple[dict[int, Tensor], di
     row = torch.ones(rows, dtype=torch.bool, device=device)
     full = torch.ones(rows, config.heads, dtype=torch.bool, device=device)
     found: dict[str, tuple[dict[int, Tensor], dict[int, Tensor]]] = {
-        "all KDA state": ({i: full for i in config.kda_layers}, {}),
-        "all MLA cache": ({}, {i: row for i in config.mla_layers}),
+        "all KDA state": (dict.fromkeys(config.kda_layers, full), {}),
+        "all MLA cache": ({}, dict.fromkeys(config.mla_layers, row)),
     }
     for i in range(config.layers):
         if config.is_kda(i):
@@ -155,11 +162,13 @@ def scopes(subject: Subject, rows: int) -> dict[str, tuple[dict[int, Tensor], di
     for head in range(config.heads):
         one = torch.zeros_like(full)
         one[:, head] = True
-        found[f"head {head} KDA shard"] = ({i: one for i in config.kda_layers}, {})
+        found[f"head {head} KDA shard"] = (dict.fromkeys(config.kda_layers, one), {})
     return found
 
 
-def damage_table(subject: Subject, maker: CaseMaker, rows: int, note: Note, length: int) -> list[dict[str, Any]]:
+def damage_table(
+    subject: Subject, maker: CaseMaker, rows: int, note: Note, length: int
+) -> list[dict[str, Any]]:
     """Damage each part at the handoff boundary N−1 and 64 tokens before the end, and see the answers move.
 
     `rows` prompts of each kind of recall, `length` tokens long.
@@ -223,7 +232,7 @@ def draft_agreement(subject: Subject, maker: CaseMaker) -> dict[str, float]:
 def everything(subject: Subject, cases: int, lengths: Sequence[int], note: Note) -> dict[str, Any]:
     """Skills, damage and draft, measured by the torch model."""
     maker = CaseMaker(subject.tokenizer, subject.vocabulary)
-    rows = max(2, cases // 60)
+    rows = max(2, cases // 100)
     return {
         "skills": skills(maker, lambda made: predictions(subject, made), cases, lengths, note),
         "damage": damage_table(subject, maker, rows, note, min(DAMAGED_LENGTH, max(lengths))),
@@ -238,9 +247,13 @@ def witnesses(subject: Subject, each: int = 4) -> list[dict[str, Any]]:
     kinds = ("one-word keys ?", "sparse ?", "one-word keys !", "two-word keys ?")
     for length in WITNESS_LENGTHS:
         made = [c for kind in kinds for c in maker.handoffs(kind, length, 4 * each, margin=length // 2)]
-        logprobs = _last_logprobs(subject, torch.tensor([c.prompt for c in made], device=subject.device), None)
+        logprobs = _last_logprobs(
+            subject, torch.tensor([c.prompt for c in made], device=subject.device), None
+        )
         sure = logprobs.exp().gather(1, torch.tensor([[c.answer_id] for c in made], device=subject.device))
         good = [c for c, p in zip(made, sure.flatten().tolist(), strict=True) if p > 0.9]
         kept = [c for kind in kinds for c in [g for g in good if g.kind.endswith(kind)][: max(1, each // 4)]]
-        found += [{"length": length, "kind": c.kind, "prompt": c.prompt, "answer": c.answer_id} for c in kept[:each]]
+        found += [
+            {"length": length, "kind": c.kind, "prompt": c.prompt, "answer": c.answer_id} for c in kept[:each]
+        ]
     return found

@@ -16,6 +16,10 @@ from models.demo_training.tasks import MAX_KEYS, SPARSE_STRIDES, Batch, Tasks
 SHARES = {
     "one_word": 0.13, "two_words": 0.18, "sparse": 0.20, "copy": 0.15, "addition": 0.09, "chat": 0.19, "text": 0.06,
 }  # fmt: skip
+LONG_SHARES = {
+    "one_word": 0.14, "two_words": 0.22, "sparse": 0.38, "copy": 0.12, "addition": 0.04, "chat": 0.06, "text": 0.04,
+}  # fmt: skip
+"""Shares in rows of 4,096 tokens and more, where sparse recall is the hardest skill."""
 RECALL_SHARES = {"one_word": 0.35, "two_words": 0.35, "sparse": 0.30}
 SEGMENTS = (32, 64, 128, 256)
 PART_LIMIT, WHOLE_LIMIT = 0.3, 0.1
@@ -33,7 +37,7 @@ def lengths(progress: float, longest: int) -> tuple[int, ...]:
     elif progress < 0.6:
         stage = (1024, 2048)
     else:
-        stage = (1024, 2048, 2048, 4096, 8192)
+        stage = (1024, 2048, 4096, 8192, 8192)
     return tuple(n for n in stage if n <= longest) or (longest,)
 
 
@@ -61,7 +65,7 @@ class Mixture:
 
     def ordinary(self, rows: int, length: int, progress: float) -> tuple[Batch, list[tuple[str, int]]]:
         """A batch of all skills and how many rows each skill has, in order."""
-        counts = self._counts(rows, SHARES)
+        counts = self._counts(rows, LONG_SHARES if length >= 4096 else SHARES)
         return Batch.join([self._skill(n, k, length, progress) for n, k in counts]), counts
 
     def damaged(self, rows: int, length: int, progress: float) -> DamagedBatch:

@@ -50,7 +50,9 @@ class Optimizer:
         for p in matrices:
             self.shapes.setdefault((p.shape[-2], p.shape[-1]), []).append(p)
         self.momentum = {
-            shape: torch.zeros(sum(p.numel() for p in ps) // (shape[0] * shape[1]), *shape, device=ps[0].device)
+            shape: torch.zeros(
+                sum(p.numel() for p in ps) // (shape[0] * shape[1]), *shape, device=ps[0].device
+            )
             for shape, ps in self.shapes.items()
         }
 

@@ -13,7 +13,7 @@ from models.demo_training import tokenizer as tok  # noqa: E402
 from models.demo_training.cases import RECALL, CaseMaker  # noqa: E402
 from models.demo_training.tasks import Batch, Tasks  # noqa: E402
 
-DEMO = Path("/tmp/tokdir")
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,9 @@ def test_the_source_is_where_the_answer_stood_last(maker: CaseMaker) -> None:
         between = batch.ids[row, source + 1 : place - 2].tolist()
         key = int(batch.ids[row, place - 2])
         signs = {int(batch.ids[row, source - 1]), *(maker.vocabulary.symbols[s] for s in "=?!")}
-        mentions = [i for i, t in enumerate(between) if t == key and i + 1 < len(between) and between[i + 1] in signs]
+        mentions = [
+            i for i, t in enumerate(between) if t == key and i + 1 < len(between) and between[i + 1] in signs
+        ]
         assert not mentions
 
 
