@@ -32,7 +32,6 @@ from deltaserve.verify.prompts import Group, PromptError, make_groups
 from deltaserve.verify.runner import collect, run_pass
 
 QUICK_LENGTHS = [1, 2, 17, 129, 500]
-QUICK_AT_ONCE = 4
 CACHE_VARIABLE = "DELTASERVE_VERIFY_CACHE"
 """Names another folder for the kept answers of the aggregated engine."""
 
@@ -94,11 +93,8 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
 def _settled(config: VerifyConfig) -> VerifyConfig:
     """The configuration with what `quick` and `damage` imply."""
     changes: dict[str, Any] = {}
-    if config.quick:
-        if "lengths" not in config.model_fields_set:
-            changes["lengths"] = QUICK_LENGTHS
-        if "concurrency" not in config.model_fields_set:
-            changes["concurrency"] = QUICK_AT_ONCE
+    if config.quick and "lengths" not in config.model_fields_set:
+        changes["lengths"] = QUICK_LENGTHS
     if config.damage != "none" and config.endpoint:
         raise OptionsDoNotFit(
             "damage: it is injected by the decode workers that this command starts, so it cannot be used with "
@@ -122,6 +118,7 @@ def _settled(config: VerifyConfig) -> VerifyConfig:
 
 def _groups(config: VerifyConfig) -> list[Group]:
     # Where states are exchanged, no two requests in a row may have the same prompt: their states would be equal.
+    # (Those that are sent at once have different prompts.)
     seeded = not config.quick and config.damage != "swap"
     groups = make_groups(config.model, config.lengths, config.concurrency, config.max_tokens, seeded)
     longest = max(case.length for group in groups for case in group.cases)

@@ -82,27 +82,24 @@ class _Witness:
 def make_groups(
     model: Path, lengths: Sequence[int], at_once: int, max_tokens: int, seeded: bool = True
 ) -> list[Group]:
-    """Every length alone, greedy and (with `seeded`) sampled; then `at_once` different lengths together.
+    """Every length alone, greedy and (with `seeded`) sampled; then `at_once` different lengths together, of both kinds.
+
+    What is made of a length does not depend on the other lengths, so that shorter lists are parts of longer ones.
 
     Raises PromptError for a `prompts.json` that cannot be read or lacks fields, and for a length below 1.
     """
     maker = PromptMaker(model)
     groups = []
-    for index, length in enumerate(lengths):
-        prompt = maker.make(length, index)
+    for length in lengths:
+        prompt = maker.make(length, length)
         groups.append(Group((Case(f"{length} greedy", prompt, max_tokens=max_tokens),)))
         if seeded:
-            groups.append(Group((_sampled(f"{length} seeded", prompt, index, max_tokens),)))
+            groups.append(Group((_sampled(f"{length} seeded", prompt, max_tokens),)))
     batch = []
     for index, length in enumerate(spread(at_once)):
-        prompt = maker.make(length, len(lengths) + index)
-        name = f"{length} at once"
-        sampled = seeded and index % 2 == 1
-        batch.append(
-            _sampled(name, prompt, 1000 + index, max_tokens)
-            if sampled
-            else Case(name, prompt, max_tokens=max_tokens)
-        )
+        prompt, name = maker.make(length, length + 1), f"{length} at once"
+        greedy = Case(name, prompt, max_tokens=max_tokens)
+        batch.append(_sampled(name, prompt, max_tokens) if index % 2 else greedy)
     if len(batch) > 1:
         groups.append(Group(tuple(batch)))
     return groups
@@ -120,8 +117,8 @@ def spread(count: int) -> list[int]:
     return lengths
 
 
-def _sampled(name: str, prompt: Prompt, index: int, max_tokens: int) -> Case:
-    return Case(name, prompt, SAMPLED_TEMPERATURE, SEED + index, max_tokens)
+def _sampled(name: str, prompt: Prompt, max_tokens: int) -> Case:
+    return Case(name, prompt, SAMPLED_TEMPERATURE, SEED + len(prompt.tokens), max_tokens)
 
 
 class PromptMaker:

@@ -130,3 +130,8 @@ def test_groups_hold_greedy_and_seeded_and_the_batch() -> None:
     assert {case.max_tokens for group in groups for case in group.cases} == {5}
     greedy_only = make_groups(DEMO, [2, 129], 1, 5, seeded=False)
     assert [case.mode for group in greedy_only for case in group.cases] == ["greedy", "greedy"]
+
+
+def test_a_short_list_is_a_part_of_a_long_one() -> None:
+    long, short = make_groups(DEMO, LENGTHS, 8, 16), make_groups(DEMO, [500, 2], 8, 16, seeded=False)
+    assert all(group in long for group in short)

@@ -129,13 +129,12 @@ def test_the_engine_runs_once_and_only_for_what_is_not_known(
     endpoint = serve(well)
     for fields in ({}, {}, {"lengths": [1, 2, 17, 129, 33]}):
         assert main.run(config(endpoint, model, **fields)) == 0
-    # The second list has one more length (greedy and seeded) and, with it, other prompts at once.
-    assert engine_calls == [9, 3]
+    assert engine_calls == [9, 2], "one more length, greedy and seeded"
     assert main.run(config(endpoint, model, max_num_batched_tokens=64)) == 0
-    assert engine_calls == [9, 3, 9], "other settings of the engine are another engine"
+    assert engine_calls == [9, 2, 9], "other settings of the engine are another engine"
     (model / "model.safetensors").write_bytes(bytes(63) + b"1")
     assert main.run(config(endpoint, model)) == 0
-    assert engine_calls == [9, 3, 9, 9], "other weights are another model"
+    assert engine_calls == [9, 2, 9, 9], "other weights are another model"
 
 
 @pytest.mark.parametrize("placement", ["handover", "auto"])
@@ -244,18 +243,9 @@ def test_an_engine_that_fails_is_reported_with_the_end_of_its_log(
 def test_quick_is_shorter_unless_lengths_are_given(model: Path, engine_calls: list[int], serve: Any) -> None:
     endpoint = serve(well)
     assert main.run(VerifyConfig(endpoint=endpoint.url, model=model, quick=True, placements=["auto"])) == 0
-    assert sorted({len(body["prompt"]) for body in endpoint.bodies}) == [
-        1,
-        2,
-        17,
-        33,
-        103,
-        129,
-        321,
-        500,
-        1000,
-    ]
-    assert {body["temperature"] for body in endpoint.bodies} == {0.0}
+    assert [len(body["prompt"]) for body in endpoint.bodies[:5]] == [1, 2, 17, 129, 500]
+    assert {body["temperature"] for body in endpoint.bodies[:5]} == {0.0}
+    assert len(endpoint.bodies) == 5 + 8
     before = len(endpoint.bodies)
     given = VerifyConfig(
         endpoint=endpoint.url, model=model, quick=True, placements=["auto"], lengths=[5], concurrency=1
