@@ -97,3 +97,12 @@ def test_cuda_devices_are_handed_out_in_order_and_shared_when_few(monkeypatch: p
     assert given == ["4", "5,6", "4,5"]
     with pytest.raises(ClusterError, match="3 devices are visible, one worker needs 4"):
         build(ClusterConfig(device="cuda", decode_tp=4))
+
+
+def test_workers_that_share_cores_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    specs = {spec.name: spec for spec in build(ClusterConfig())}
+    assert specs["prefill-0"].env["OMP_WAIT_POLICY"] == specs["decode-0"].env["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in specs["router"].env
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # an operator's own choice stays
+    assert "OMP_WAIT_POLICY" not in build(ClusterConfig())[2].env
