@@ -60,7 +60,7 @@ def wait_healed(cluster: Cluster) -> None:
         return bool(ask(cluster)["trace"]["from_store"] == len(PROMPT) - 1)
 
     wait_until(works, HEAL_SECONDS, "healed")
-    wait_until(lambda: not records(cluster), 15, "the ledger is empty")
+    wait_until(lambda: not records(cluster), HEAL_SECONDS, "the ledger is empty")
 
 
 def locals_counted(cluster: Cluster) -> float:

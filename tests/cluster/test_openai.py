@@ -10,6 +10,7 @@ import pytest
 
 from deltaserve.up import Cluster
 from tests.cluster.calls import call, metric, trace
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.cluster
 QUESTION = "<kv> for = use ; with = 3 ; for ?"
@@ -30,7 +31,7 @@ def test_completion_streamed_and_whole_are_the_same(
         "prompt": QUESTION,
         "max_tokens": 12,
         "temperature": 0,
-        "extra_body": {"kv_transfer_params": {"placement": placement}},
+        "extra_body": {"kv_transfer_params": {"placement": placement}, "ignore_eos": True},
     }
     whole = client.completions.create(**fields)
     streamed = list(client.completions.create(**fields, stream=True))
@@ -44,10 +45,10 @@ def test_completion_streamed_and_whole_are_the_same(
 
 
 def test_the_model_recalls_out_of_its_state(client: openai.OpenAI, cluster: Cluster) -> None:
-    for value in ("use", "with"):
+    for value in ("use", "9"):
         answer = client.completions.create(
             model=cluster.served_model_name,
-            prompt=f"<kv> for = {value} ; and = 7 ; for ?",
+            prompt=f"<kv> for = {value} ; with = 3 ; for ?",
             max_tokens=1,
             temperature=0,
             extra_body={"kv_transfer_params": {"placement": "handover"}},
@@ -83,8 +84,7 @@ def test_several_answers_and_several_prompts(client: openai.OpenAI, cluster: Clu
         prompt=[QUESTION, "<kv> for = 5 ; for ?"],
         n=2,
         max_tokens=3,
-        temperature=0,
-        extra_body={"kv_transfer_params": {"placement": "handover"}},
+        extra_body={"kv_transfer_params": {"placement": "handover"}, "top_k": 1},
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text == answer.choices[1].text != answer.choices[2].text
@@ -148,7 +148,13 @@ def test_seeded_sampling_repeats_and_another_seed_differs(client: openai.OpenAI,
         ("/v1/completions", None, b"{not json", 400, ""),
         ("/v1/completions", {"model": "MODEL"}, None, 400, "prompt"),
         ("/v1/completions", {"model": "other", "prompt": "a"}, None, 404, "other"),
-        ("/v1/chat/completions", {"model": "other", "messages": []}, None, 404, "other"),
+        (
+            "/v1/chat/completions",
+            {"model": "other", "messages": [{"role": "user", "content": "a"}]},
+            None,
+            404,
+            "other",
+        ),
         ("/v1/nothing", {}, None, 404, "/v1/nothing"),
         ("/v1/models", {}, None, 405, "GET"),
         ("/v1/completions", {"model": "MODEL", "prompt": [7] * 17000}, None, 400, "16384"),

@@ -150,7 +150,7 @@ def test_interrupted_while_it_starts_it_leaves_nothing(tmp_path: Path) -> None:
             lambda: "decode-0: starting" in log.read_text() or process.poll() is not None, 200, "starting"
         )
         assert process.poll() is None, log.read_text()
-        assert len(marked(mark)) > 3
+        wait_until(lambda: len(marked(mark)) > 3, 10, "processes run")
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
         assert process.wait(15) == 130, log.read_text()
