@@ -206,6 +206,5 @@ def test_a_client_that_goes_away_leaves_nothing(client: openai.OpenAI, cluster: 
     ) as stream:
         for _ in range(3):
             next(iter(stream))
-    from tests.support.processes import wait_until
 
     wait_until(lambda: call(cluster.endpoint + "/health")[1]["in_flight"] == 0, 10, "the request has ended")
