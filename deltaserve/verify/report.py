@@ -41,8 +41,7 @@ def line(outcome: Outcome, problem: str, tolerance: float) -> str:
     ]
     text = "  ".join(parts)
     route = outcome.route.split(" ")
-    if route[0] == "local":
-        text += f", {' '.join(route[:2])}"
+    text += f", {' '.join(route[:2]) if route[0] == 'local' else route[0]}"
     if outcome.failure:
         text += f", {outcome.failure}"
     return f"{text}  <- {problem}" if problem else text
