@@ -20,6 +20,7 @@ from deltaserve.engine.cpu.vllm_internals import (
     CPUMLAImpl,
     CPUSDPAMLAPrefillBackend,
     MLACommonMetadataBuilder,
+    QueryLenSupport,
     align_mla_chunked_context_workspace_size,
 )
 
@@ -28,7 +29,13 @@ CONTEXT_ROWS = 2048
 
 
 class CpuMlaMetadataBuilder(MLACommonMetadataBuilder):
-    """vLLM's metadata with a context workspace of ``CONTEXT_ROWS`` rows (or one block, if that is more)."""
+    """vLLM's metadata with a context workspace of ``CONTEXT_ROWS`` rows (or one block, if that is more).
+
+    Speculative windows of equal length count as decodes: they attend to the latent cache as it is, where the prefill
+    path would up-project the whole context for a handful of tokens.
+    """
+
+    query_len_support = QueryLenSupport.UNIFORM
 
     @staticmethod
     def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:

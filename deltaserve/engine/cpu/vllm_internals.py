@@ -60,6 +60,7 @@ mtp: Any = import_module("vllm.models.kimi_k3.amd.mtp")
 from vllm import _custom_ops as custom_ops  # noqa: E402
 from vllm.model_executor.layers.attention.mla_attention import (  # noqa: E402
     MLACommonMetadataBuilder,
+    QueryLenSupport,
     align_mla_chunked_context_workspace_size,
 )
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
@@ -89,6 +90,7 @@ __all__ = [
     "KimiK3DeltaAttention",
     "MLACommonMetadataBuilder",
     "MoEActivation",
+    "QueryLenSupport",
     "align_mla_chunked_context_workspace_size",
     "custom_ops",
     "dcp_ops",
@@ -159,7 +161,9 @@ def _check() -> None:
         "CPUMLAImpl.forward_mqa", CPUMLAImpl.forward_mqa, ("q", "kv_c_and_k_pe_cache", "attn_metadata")
     )
     _require_attributes(
-        "MLACommonMetadataBuilder", MLACommonMetadataBuilder, ("determine_chunked_prefill_workspace_size",)
+        "MLACommonMetadataBuilder",
+        MLACommonMetadataBuilder,
+        ("determine_chunked_prefill_workspace_size", "query_len_support"),
     )
     _require_parameters(
         "CPUSDPAMLAPrefillBackend._ragged_sdpa",

@@ -7,6 +7,7 @@ process that it ran in. Prints one line of JSON: for each round, [token, log-pro
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -17,13 +18,11 @@ from typing import Any
 def lose_states(worker: Any) -> int:
     """Zero both state tensors of every KDA layer of ``worker``; return how many layers there were."""
     layers = worker.model_runner.compilation_config.static_forward_context.values()
-    recurrent = [
-        layer for layer in layers if isinstance(layer.kv_cache, (tuple, list)) and len(layer.kv_cache) == 2
-    ]
-    for layer in recurrent:
-        for tensor in layer.kv_cache:
-            tensor.zero_()
-    return len(recurrent)
+    caches = [getattr(layer, "kv_cache", None) for layer in layers]
+    states = [cache for cache in caches if isinstance(cache, (tuple, list)) and len(cache) == 2]
+    for tensor in itertools.chain.from_iterable(states):
+        tensor.zero_()
+    return len(states)
 
 
 def main() -> None:
