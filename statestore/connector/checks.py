@@ -6,10 +6,11 @@ null block copies perfectly. So both sides also check what no state can be:
 
     KDA recurrent state, of every head and layer    not all zero, every number finite
     KDA convolution columns                         every number finite (zero before the first tokens of a prompt)
-    MLA latent row, of every token and layer        not all zero, every number finite
+    MLA latent row, of every token and layer        not all zero; the writer also: every number finite
 
 A recurrent state after one token or more is never zero: its update is a rank-one term with beta > 0 and a normalised
-key. A latent row is never zero: it is normalised.
+key. A latent row is never zero: it is normalised. The reader leaves the numbers of latent rows to the writer and the
+digest: a rank without DCP reads every row, and looking at every number would take it longer than the digest does.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def check_heads(data: Bytes, heads: int, geometry: Geometry, first_head: int = 0
             )
 
 
-def check_rows(data: Bytes, geometry: Geometry) -> None:
-    """Raise when a latent row of a token in a layer is null or not finite; `data` is [tokens, row bytes]."""
+def check_rows(data: Bytes, geometry: Geometry, finite: bool) -> None:
+    """Raise when a token's latent row in a layer is null, or (`finite`) not finite; `data` is [tokens, row bytes]."""
     g = geometry
     layers = len(g.mla_layers)
     rows = data.reshape(-1, g.latent_row_bytes)
@@ -83,7 +84,7 @@ def check_rows(data: Bytes, geometry: Geometry) -> None:
     if null is not None:
         row, layer = divmod(null, layers)
         raise VerificationFailed("null_state", f"MLA row {row}, layer {g.mla_layers[layer]} is all zeros")
-    bad = first_not_finite(rows, g.kv_cache_dtype)
+    bad = first_not_finite(rows, g.kv_cache_dtype) if finite else None
     if bad is not None:
         row, layer = divmod(bad, layers)
         raise VerificationFailed(

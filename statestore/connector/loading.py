@@ -50,7 +50,7 @@ class Loader:
                     if piece.tokens is None:
                         check_heads(data, 1, self._geometry, piece.unit.first)
                     else:
-                        check_rows(data, self._geometry)
+                        check_rows(data, self._geometry, finite=False)
             for piece, data in placed:
                 self._write(job, piece, data)
 

@@ -90,11 +90,12 @@ def test_a_number_that_is_not_finite(dtype: str) -> None:
             check_heads(data, 3, g)
         assert caught.value.kind == "not_finite"
     rows = rows_of(g)
-    check_rows(rows, g)
+    check_rows(rows, g, finite=True)
     at = 3 * row_bytes(g) + g.latent_row_bytes
     rows[at : at + width] = np.frombuffer(NAN[dtype], np.uint8)
+    check_rows(rows, g, finite=False)
     with pytest.raises(VerificationFailed, match="row 3, layer 4") as caught:
-        check_rows(rows, g)
+        check_rows(rows, g, finite=True)
     assert caught.value.kind == "not_finite"
 
 
@@ -102,10 +103,10 @@ def test_a_null_row_of_one_layer() -> None:
     rows = rows_of(G)
     start = 2 * row_bytes(G)
     rows[start + 1 : start + G.latent_row_bytes] = 0
-    check_rows(rows, G)
+    check_rows(rows, G, finite=False)
     rows[start] = 0
     with pytest.raises(VerificationFailed, match="row 2, layer 2 is all zeros") as caught:
-        check_rows(rows, G)
+        check_rows(rows, G, finite=False)
     assert caught.value.kind == "null_state"
 
 

@@ -259,8 +259,10 @@ def _all_ones(data: np.ndarray) -> np.ndarray:
     return data
 
 
-@pytest.mark.parametrize("group", ["kda", "mla"])
-@pytest.mark.parametrize(("change", "kind"), [(_zero, "null_state"), (_all_ones, "not_finite")])
+@pytest.mark.parametrize(
+    ("group", "change", "kind"),
+    [("kda", _zero, "null_state"), ("kda", _all_ones, "not_finite"), ("mla", _zero, "null_state")],
+)
 def test_null_or_not_finite_state_with_a_right_digest(
     handoff: Handoff, group: str, change: Callable[[np.ndarray], np.ndarray], kind: str
 ) -> None:
@@ -338,7 +340,12 @@ def test_the_null_block_is_never_published(handoff: Handoff, group: int) -> None
 
 @pytest.mark.parametrize(
     ("name", "byte", "kind"),
-    [("kda", 0x00, "null_state"), ("kda", 0xFF, "not_finite"), ("attn", 0x00, "null_state")],
+    [
+        ("kda", 0x00, "null_state"),
+        ("kda", 0xFF, "not_finite"),
+        ("attn", 0x00, "null_state"),
+        ("attn", 0xFF, "not_finite"),
+    ],
 )
 def test_a_cleared_block_is_never_published(handoff: Handoff, name: str, byte: int, kind: str) -> None:
     """A recycled, cleared or poisoned block in one layer; what the rank had written before is removed again."""
