@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from deltaserve.engine.cpu import mla_backend
+from deltaserve.engine.cpu import mla_backend, sampling
 from deltaserve.engine.cpu import vllm_internals as internals
 from deltaserve.engine.cpu.attention_residual import attention_residual
 from deltaserve.engine.cpu.delta_attention import CpuK3DeltaAttention, CpuKimiLinearDeltaAttention
@@ -81,6 +81,7 @@ def install() -> None:
     internals.replace(_Experts, "_supports_activation", staticmethod(_experts_support))
     internals.replace(_Experts, "process_weights_after_loading", _experts_process_weights)
     internals.replace(_Experts, "apply", _experts_apply)
+    sampling.install()
 
 
 def keep_plain_weights(model: nn.Module) -> None:

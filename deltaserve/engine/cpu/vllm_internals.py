@@ -77,10 +77,12 @@ from vllm.v1.attention.backends.gdn_attn import (  # noqa: E402
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend  # noqa: E402
 from vllm.v1.attention.ops import dcp as dcp_ops  # noqa: E402
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 
 __all__ = [
     "CPUMLABackend",
     "CPUMLAImpl",
+    "CPUModelRunner",
     "CPUSDPAMLAPrefillBackend",
     "CPUUnquantizedExperts",
     "GDNAttentionBackend",
@@ -103,6 +105,8 @@ __all__ = [
 
 
 def _check() -> None:
+    _require_parameters("CPUModelRunner._sample", CPUModelRunner._sample, ("logits", "spec_decode_metadata"))
+    _require_attributes("CPUModelRunner", CPUModelRunner, ("_bookkeeping_sync",))
     for layer in (KimiK3DeltaAttention, KimiGatedDeltaNetAttention):
         name = layer.__name__
         _require_parameters(
