@@ -70,7 +70,11 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
 
 def _configure_logging() -> None:
     configure_logging("router")
-    for name in ("vllm.triton_utils", "vllm.config"):  # advice about kernels, and there are none here
+    for name in (
+        "vllm.triton_utils",
+        "vllm.config",
+        "vllm.platforms",
+    ):  # advice about kernels, and there are none here
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
