@@ -55,13 +55,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def _ready(log: Path, timeout: float) -> str:
-    def line() -> str:
-        return next((x for x in log.read_text(errors="replace").splitlines() if x.startswith("READY ")), "")
-
-    wait_until(
-        lambda: line() != "", timeout, f"READY in {log.name}: {log.read_text(errors='replace')[-2000:]}"
-    )
-    return line().removeprefix("READY ").removeprefix("http://")
+    """The address that a process printed after READY; its log in the message when it does not come in time."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for line in log.read_text(errors="replace").splitlines():
+            if line.startswith("READY "):
+                return line.removeprefix("READY ").removeprefix("http://")
+        time.sleep(0.1)
+    raise AssertionError(f"{log.name} is not ready:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def _get(url: str, body: object = None) -> dict[str, object]:
