@@ -9,6 +9,7 @@ a draw that will be thrown away, and vLLM's own rewinding finds no generator.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from deltaserve.engine.cpu import vllm_internals as internals
@@ -20,6 +21,7 @@ def install(runner: Any = internals.CPUModelRunner) -> None:
     if getattr(sample, "keeps_generators", False):
         return
 
+    @functools.wraps(sample)  # keeps the signature, which is checked
     def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         kept = [(generator, generator.get_state()) for generator in _discarded(self)]
         output = sample(self, *args, **kwargs)
@@ -27,6 +29,7 @@ def install(runner: Any = internals.CPUModelRunner) -> None:
             generator.set_state(state)
         return output
 
+    @functools.wraps(bookkeeping)
     def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         self.input_batch.generators = {}
