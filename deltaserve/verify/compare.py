@@ -15,7 +15,9 @@ from typing import Any
 
 from deltaserve.verify.prompts import Case
 
-DAMAGE_KINDS = frozenset({"digest", "null_state", "null_block", "not_finite", "missing", "record", "epoch"})
+DAMAGE_KINDS = frozenset(
+    {"digest", "size", "null_state", "null_block", "not_finite", "missing", "record", "epoch", "geometry"}
+)
 """Kinds of failed loads that say the stored state itself was found wrong."""
 
 
