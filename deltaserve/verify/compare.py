@@ -15,10 +15,17 @@ from typing import Any
 
 from deltaserve.verify.prompts import Case
 
-DAMAGE_KINDS = frozenset(
-    {"digest", "size", "null_state", "null_block", "not_finite", "missing", "record", "epoch", "geometry"}
-)
-"""Kinds of failed loads that say the stored state itself was found wrong."""
+FOUND_AS = {
+    "flip": "digest",
+    "truncate": "size",
+    "foreign": "digest",
+    "null": "null_state",
+    "stale": "epoch",
+    "dtype": "geometry",
+}
+"""The check that must find each kind of damage (statestore.connector.faults injects them)."""
+NEED_ANOTHER = ("foreign", "stale", "swap")
+"""Kinds that take from an earlier request, so that a worker's first load stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,11 @@ def handover_problem(outcome: Outcome) -> str:
     return ""
 
 
-def damage_found(outcome: Outcome) -> bool:
-    """Whether a damaged load was found: refused by a check, nothing used, the prompt computed instead."""
-    return outcome.published and outcome.failure in DAMAGE_KINDS and outcome.from_store == 0
+def damage_found(outcome: Outcome, damage: str) -> bool:
+    """Whether a damaged load was found: refused by the check for that damage, nothing used, all of it computed.
+
+    Ranks that share an object also find it `missing`, while another one exchanges it.
+    """
+    kinds = {*FOUND_AS.values()} if damage == "each" else {FOUND_AS.get(damage, damage)}
+    kinds.add("missing")
+    return outcome.published and outcome.failure in kinds and outcome.from_store == 0

@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from deltaserve.verify.compare import Outcome, damage_found, handover_problem
-
-Expectation = Literal["ordinary", "found", "felt"]
+from deltaserve.verify.compare import FOUND_AS, NEED_ANOTHER, Outcome, damage_found, handover_problem
 
 FELT_SHARE = 0.8
 """Of the requests that got another's state, so many must answer differently. Not all: two short prompts can have
@@ -39,46 +36,84 @@ class Judgement:
     """Of those, how many showed it: refused by a check, or (verification off) answered differently."""
 
 
-def problem(outcome: Outcome, expectation: Expectation, tolerance: float) -> str:
-    """What is wrong with one outcome; empty: nothing."""
+def problem(outcome: Outcome, damage: str, tolerance: float, spared: bool = False) -> str:
+    """What is wrong with one outcome; empty: nothing. `spared`: its state was not damaged."""
     different = not outcome.difference.within(tolerance)
-    if expectation == "felt":
+    if damage == "swap":
         return "" if not _loads(outcome) else _not_loaded(outcome)
-    wrong = "the answer is not the reference's" if different else ""
-    if expectation == "found" and _loads(outcome) and not damage_found(outcome):
-        cause = outcome.failure or f"{outcome.from_store} tokens were used"
-        wrong = "; ".join(filter(None, [wrong, f"the damage was not found ({cause})"]))
-    if expectation == "ordinary" and outcome.placement == "handover":
-        wrong = "; ".join(filter(None, [wrong, handover_problem(outcome)]))
-    return wrong
+    wrong = ["the answer is not the reference's" if different else ""]
+    if outcome.placement == "handover":
+        if damage == "none" or spared:
+            wrong.append(handover_problem(outcome))
+        elif _loads(outcome) and not damage_found(outcome, damage):
+            cause = outcome.failure or f"{outcome.from_store} tokens were used"
+            wrong.append(f"the damage was not found ({cause})")
+    return "; ".join(filter(None, wrong))
 
 
-def judge(outcomes: Sequence[Outcome], expectation: Expectation, tolerance: float) -> Judgement:
-    """Judge a whole run. An empty run passes nothing."""
-    problems = tuple(problem(outcome, expectation, tolerance) for outcome in outcomes)
-    different = sum(not outcome.difference.within(tolerance) for outcome in outcomes)
-    findings: tuple[str, ...] = ()
-    damaged = found = 0
-    if expectation == "felt":
-        # The first load of a worker has nobody's state to get, so it is left out by name.
-        loads = [outcome for outcome in outcomes if _loads(outcome)][1:]
-        damaged, found = len(loads), sum(not o.difference.within(tolerance) for o in loads)
-        passed = damaged > 0 and not any(problems) and found >= FELT_SHARE * damaged
-        sentence = f"{found} of {damaged} requests that got another request's state answered differently"
-    elif expectation == "found":
-        loads = [outcome for outcome in outcomes if _loads(outcome)]
-        damaged, found = len(loads), sum(damage_found(outcome) for outcome in loads)
-        kinds = Counter(outcome.failure or "nothing" for outcome in loads)
-        findings = ("checks: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())),)
-        passed = damaged > 0 and not any(problems)
-        sentence = f"damage found in {found} of {damaged} requests that load, {different} answers differ"
-    else:
-        passed = bool(outcomes) and not any(problems)
-        sentence = f"{len(outcomes)} requests, {different} different"
-        short = sum(bool(text) for text in problems) - different
-        if short > 0:
-            sentence += f", {short} without the handover that was asked for"
-    return Judgement(tuple(outcomes), problems, tolerance, passed, sentence, findings, damaged, found)
+class Judge:
+    """Takes outcomes as they come; `close` judges all of them."""
+
+    def __init__(self, damage: str, tolerance: float) -> None:
+        self._damage, self._tolerance = damage, tolerance
+        self._outcomes: list[Outcome] = []
+        self._problems: list[str] = []
+        self._damaged: list[Outcome] = []
+        self._spare = damage in NEED_ANOTHER
+
+    def take(self, outcome: Outcome) -> str:
+        """What is wrong with the outcome; empty: nothing."""
+        spared = False
+        if self._damage != "none" and _loads(outcome):
+            spared, self._spare = self._spare, False
+            if not spared:
+                self._damaged.append(outcome)
+        self._outcomes.append(outcome)
+        self._problems.append(problem(outcome, self._damage, self._tolerance, spared))
+        return self._problems[-1]
+
+    def close(self) -> Judgement:
+        """The judgement. An empty run passes nothing."""
+        different = sum(not outcome.difference.within(self._tolerance) for outcome in self._outcomes)
+        clean = bool(self._outcomes) and not any(self._problems)
+        findings: tuple[str, ...] = ()
+        damaged, found = len(self._damaged), 0
+        if self._damage == "none":
+            sentence = f"{len(self._outcomes)} requests, {different} different"
+            short = sum(bool(text) for text in self._problems) - different
+            if short > 0:
+                sentence += f", {short} without the handover that was asked for"
+        elif self._damage == "swap":
+            found = sum(not outcome.difference.within(self._tolerance) for outcome in self._damaged)
+            clean = clean and damaged > 0 and found >= FELT_SHARE * damaged
+            sentence = f"{found} of {damaged} requests that got another request's state answered differently"
+        else:
+            found = sum(damage_found(outcome, self._damage) for outcome in self._damaged)
+            kinds = Counter(outcome.failure or "nothing" for outcome in self._damaged)
+            findings = ("checks: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())),)
+            unseen = sorted({*FOUND_AS.values()} - kinds.keys()) if self._damage == "each" else []
+            if unseen:
+                findings += (f"too few requests for every damage; not seen: {', '.join(unseen)}",)
+            clean = clean and damaged > 0 and not unseen
+            sentence = f"damage found in {found} of {damaged} requests, {different} answers differ"
+        return Judgement(
+            tuple(self._outcomes),
+            tuple(self._problems),
+            self._tolerance,
+            clean,
+            sentence,
+            findings,
+            damaged,
+            found,
+        )
+
+
+def judge(outcomes: Sequence[Outcome], damage: str, tolerance: float) -> Judgement:
+    """Judge a whole run."""
+    by = Judge(damage, tolerance)
+    for outcome in outcomes:
+        by.take(outcome)
+    return by.close()
 
 
 def _loads(outcome: Outcome) -> bool:

@@ -26,10 +26,10 @@ from deltaserve.up import Cluster, ClusterError
 from deltaserve.up.display import Lines
 from deltaserve.verify import reference, report
 from deltaserve.verify.client import Endpoint, EndpointError
-from deltaserve.verify.compare import Outcome
-from deltaserve.verify.judge import Expectation, Judgement, judge, problem
+from deltaserve.verify.compare import NEED_ANOTHER
+from deltaserve.verify.judge import Judge, Judgement
 from deltaserve.verify.prompts import Group, PromptError, make_groups
-from deltaserve.verify.runner import collect, run_pass
+from deltaserve.verify.runner import run_pass
 
 QUICK_LENGTHS = [1, 2, 17, 129, 500]
 CACHE_VARIABLE = "DELTASERVE_VERIFY_CACHE"
@@ -72,17 +72,14 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
     groups = _groups(config)
     engine = reference.engine_config(config)
     expected = reference.answers(engine, groups, _cache(), say)
-    expectation: Expectation = {"none": "ordinary", "swap": "felt"}.get(config.damage, "found")  # type: ignore[assignment]
     placements = ["handover"] if config.damage != "none" else list(config.placements)
+    judge = Judge(config.damage, config.tolerance)
     with _endpoint(config, say) as endpoint:
         say(report.header())
-        outcomes: list[Outcome] = []
         for placement in placements:
-            outcomes += collect(
-                run_pass(endpoint, groups, expected, placement),
-                lambda o: say(report.line(o, problem(o, expectation, config.tolerance), config.tolerance)),
-            )
-    judgement = judge(outcomes, expectation, config.tolerance)
+            for outcome in run_pass(endpoint, groups, expected, placement):
+                say(report.line(outcome, judge.take(outcome), config.tolerance))
+    judgement = judge.close()
     for text in report.summary(judgement):
         say(text)
     if config.json_file is not None:
@@ -119,7 +116,7 @@ def _settled(config: VerifyConfig) -> VerifyConfig:
 def _groups(config: VerifyConfig) -> list[Group]:
     # Where states are exchanged, no two requests in a row may have the same prompt: their states would be equal.
     # (Those that are sent at once have different prompts.)
-    seeded = not config.quick and config.damage != "swap"
+    seeded = not config.quick and config.damage not in NEED_ANOTHER
     groups = make_groups(config.model, config.lengths, config.concurrency, config.max_tokens, seeded)
     longest = max(case.length for group in groups for case in group.cases)
     if longest + config.max_tokens > config.max_model_len:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from deltaserve.verify.client import Endpoint
@@ -34,12 +34,3 @@ def run_pass(
             if case.prompt.answer is not None and not case.temperature and reference.tokens:
                 recalled = reference.tokens[0] == case.prompt.answer
             yield Outcome(case, placement, compare(reference, answer), trace, recalled)
-
-
-def collect(outcomes: Iterator[Outcome], each: Callable[[Outcome], None]) -> list[Outcome]:
-    """All outcomes; `each` is called as they come."""
-    found = []
-    for outcome in outcomes:
-        each(outcome)
-        found.append(outcome)
-    return found

@@ -76,43 +76,61 @@ def test_a_handover_restores_all_but_one_token() -> None:
 
 def test_an_ordinary_run_passes_and_fails_on_one_difference() -> None:
     good = [outcome(1), outcome(100), outcome(100, placement="auto", from_store=0, recomputed=100)]
-    assert judge(good, "ordinary", 1e-3).passed
+    assert judge(good, "none", 1e-3).passed
     for bad in (outcome(100, OTHER), outcome(100, OTHER, placement="auto"), outcome(100, from_store=0)):
-        judgement = judge([*good, bad], "ordinary", 1e-3)
+        judgement = judge([*good, bad], "none", 1e-3)
         assert not judgement.passed
         assert judgement.problems[-1]
         assert not any(judgement.problems[:-1])
 
 
 def test_an_empty_run_passes_nothing() -> None:
-    for expectation in ("ordinary", "found", "felt"):
-        assert not judge([], expectation, 1e-3).passed  # type: ignore[arg-type]
+    for damage in ("none", "flip", "stale", "swap"):
+        assert not judge([], damage, 1e-3).passed
 
 
 def test_damage_is_found_only_by_a_check_and_never_used() -> None:
-    assert damage_found(damaged(50))
-    assert not damage_found(outcome(50))
-    assert not damage_found(damaged(50, "prefill_failed"))
-    assert not damage_found(damaged(50, from_store=49))
-    assert not damage_found(damaged(50, boundary_length=0))
+    assert damage_found(damaged(50), "flip")
+    assert not damage_found(outcome(50), "flip")
+    assert not damage_found(damaged(50, "prefill_failed"), "flip")
+    assert not damage_found(damaged(50, from_store=49), "flip")
+    assert not damage_found(damaged(50, boundary_length=0), "flip")
+    assert not damage_found(damaged(50, "digest"), "null"), "another check found it"
+    assert damage_found(damaged(50, "null_state"), "null")
 
 
 def test_every_damage_must_be_found_and_every_answer_right() -> None:
-    good = [outcome(1), damaged(2), damaged(500, "null_state")]
-    judgement = judge(good, "found", 1e-3)
+    good = [outcome(1), damaged(2), damaged(500)]
+    judgement = judge(good, "flip", 1e-3)
     assert (judgement.passed, judgement.damaged, judgement.found) == (True, 2, 2)
-    missed = judge([*good, outcome(100)], "found", 1e-3)
+    missed = judge([*good, outcome(100)], "flip", 1e-3)
     assert (missed.passed, missed.damaged, missed.found) == (False, 3, 2)
     wrong = Outcome(damaged(7).case, "handover", OTHER, damaged(7).trace, None)
-    assert not judge([*good, wrong], "found", 1e-3).passed
-    assert not judge([outcome(1)], "found", 1e-3).passed, "nothing was damaged"
+    assert not judge([*good, wrong], "flip", 1e-3).passed
+    assert not judge([outcome(1)], "flip", 1e-3).passed, "nothing was damaged"
 
 
 def test_damage_without_verification_must_be_felt_by_most() -> None:
     first = outcome(50)
     felt, not_felt = outcome(50, OTHER), outcome(50)
-    judgement = judge([first, *[felt] * 9, not_felt], "felt", 1e-3)
+    judgement = judge([first, *[felt] * 9, not_felt], "swap", 1e-3)
     assert (judgement.passed, judgement.damaged, judgement.found) == (True, 10, 9)
-    assert not judge([first, *[felt] * 7, *[not_felt] * 3], "felt", 1e-3).passed
-    assert not judge([first], "felt", 1e-3).passed
-    assert not judge([first, *[felt] * 9, damaged(50)], "felt", 1e-3).passed, "a check found it: it was on"
+    assert not judge([first, *[felt] * 7, *[not_felt] * 3], "swap", 1e-3).passed
+    assert not judge([first], "swap", 1e-3).passed
+    assert not judge([first, *[felt] * 9, damaged(50)], "swap", 1e-3).passed, "a check found it: it was on"
+
+
+def test_damage_that_takes_from_another_request_spares_the_first() -> None:
+    good = [outcome(1), outcome(2), damaged(17, "epoch"), damaged(500, "epoch")]
+    judgement = judge(good, "stale", 1e-3)
+    assert (judgement.passed, judgement.damaged, judgement.found) == (True, 2, 2)
+    assert not judge([damaged(2, "epoch"), *good[2:]], "stale", 1e-3).passed, "the first was not damaged"
+    assert not judge([*good, outcome(9)], "stale", 1e-3).passed
+
+
+def test_each_damage_must_have_been_seen() -> None:
+    kinds = ["digest", "size", "digest", "null_state", "epoch", "geometry"]
+    assert judge([damaged(9, kind) for kind in kinds], "each", 1e-3).passed
+    judgement = judge([damaged(9, kind) for kind in kinds[:-1]], "each", 1e-3)
+    assert not judgement.passed
+    assert "not seen: geometry" in judgement.findings[-1]
