@@ -20,18 +20,20 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.arguments import connector_config, engine_args, resolved_dtype, set_environment
 from deltaserve.engine.digest import model_digest
 from deltaserve.engine.host import EngineHost
 from deltaserve.engine.role import Job, Role
-from deltaserve.engine.service import WorkerService
 from deltaserve.membership import Member, Membership
 from deltaserve.model_check import require_servable
 from deltaserve.telemetry import configure_logging
 from deltaserve.wire import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from deltaserve.engine.service import WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ def run(config: WorkerConfig, parts: Parts) -> int:
     configure_logging(config.role)
     set_environment(config)
     try:
+        require_servable(config.model)
+        stage("importing vLLM")
         return asyncio.run(_main(config, parts))
     except (StartFailed, FileNotFoundError, ValueError, ConnectionError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -75,6 +79,9 @@ def stage(text: str) -> None:
 
 
 async def _main(config: WorkerConfig, parts: Parts) -> int:
+    # Imported here because it imports vLLM, which must find the environment set.
+    from deltaserve.engine.service import WorkerService
+
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     outcome = {"code": 0}
@@ -87,7 +94,6 @@ async def _main(config: WorkerConfig, parts: Parts) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     worker_id = f"{config.role}-{uuid.uuid4().hex[:10]}"
-    require_servable(config.model)
     digest = model_digest(config.model, resolved_dtype(config))
     service = WorkerService()
     parts.connector_events(worker_id, service.on_event)
@@ -119,7 +125,7 @@ async def _main(config: WorkerConfig, parts: Parts) -> int:
 async def _start_engine(
     config: WorkerConfig, worker_id: str, digest: str, service: WorkerService, failed: Callable[[str], None]
 ) -> EngineHost:
-    stage("importing vLLM")
+    stage("reading the model's configuration")
     began = time.monotonic()
 
     def start() -> EngineHost:
