@@ -13,7 +13,7 @@ DEVICE ?= cpu
 PORT ?= 8000
 MODEL ?= models/demo
 PACKAGES := deltaserve router prefill_worker decode_worker statestore
-SOURCES := $(PACKAGES) models deploy tests benchmarks
+SOURCES := $(wildcard $(PACKAGES) models deploy tests benchmarks)
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev serve test lint format proto lock
