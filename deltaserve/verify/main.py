@@ -32,7 +32,7 @@ from deltaserve.verify.prompts import Group, PromptError, make_groups
 from deltaserve.verify.runner import run_pass
 
 QUICK_LENGTHS = [1, 2, 17, 129, 500]
-CACHE_VARIABLE = "DELTASERVE_VERIFY_CACHE"
+CACHE_VARIABLE = "DELTASERVE_REFERENCE_CACHE"
 """Names another folder for the kept answers of the aggregated engine."""
 
 

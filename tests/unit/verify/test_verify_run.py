@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deltaserve.cli import main as cli
 from deltaserve.config import VerifyConfig
 from deltaserve.verify import main, reference
 from deltaserve.verify.client import Endpoint, EndpointError, sampling_fields
@@ -107,6 +108,14 @@ def test_a_right_endpoint_passes_and_the_json_says_what_came_from_where(
     output = capsys.readouterr().out
     assert "passed: 22 requests, 0 different" in output
     assert "129 greedy  handover      128" in output
+
+
+def test_the_command_line_runs_it(model: Path, engine_calls: list[int], serve: Any, tmp_path: Path) -> None:
+    # With the variable for the kept answers set, which must not be taken for an option.
+    flags = ["--endpoint", serve(well).url, "--model", str(model), "--lengths", "2,17", "--concurrency", "1"]
+    assert cli.main(["verify", *flags, "--json", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["requests"] == 8
+    assert list((tmp_path / "cache").rglob("*.json")), "the answers are kept where the variable says"
 
 
 def test_requests_force_the_handover_and_have_a_salt_of_their_own(
