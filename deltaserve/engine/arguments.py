@@ -93,6 +93,8 @@ def set_environment(config: WorkerConfig) -> None:
     if config.device == "cpu":
         # Without it vLLM reserves CPU memory by a share of the machine before kv_cache_memory_bytes is read.
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv_cache_bytes // (1 << 30))))
+        # Two workers on a few cores: threads that spin while they wait take the time that the others need.
+        defaults["OMP_WAIT_POLICY"] = "PASSIVE"
         if config.tp == 1:
             # One rank runs in the engine's own process: half the memory, and no hop a step.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
