@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from deltaserve.engine.cpu import mla_backend, sampling
 from deltaserve.engine.cpu import vllm_internals as internals
 from deltaserve.engine.cpu.attention_residual import attention_residual
+from deltaserve.engine.cpu.block_copies import longest_first
 from deltaserve.engine.cpu.delta_attention import CpuK3DeltaAttention, CpuKimiLinearDeltaAttention
 from deltaserve.engine.cpu.memory import keep_freed_memory
 from deltaserve.engine.cpu.moe import situ_experts
@@ -24,6 +25,7 @@ _SITU = internals.MoEActivation.SITU
 _supports_activation = _Experts._supports_activation
 _process_weights = _Experts.process_weights_after_loading
 _apply = _Experts.apply
+_copy_blocks = internals.model_runner.copy_kv_cache_blocks_inplace
 
 
 def _experts_support(activation: Any) -> bool:
@@ -81,6 +83,7 @@ def install() -> None:
     internals.replace(_Experts, "_supports_activation", staticmethod(_experts_support))
     internals.replace(_Experts, "process_weights_after_loading", _experts_process_weights)
     internals.replace(_Experts, "apply", _experts_apply)
+    internals.replace(internals.model_runner, "copy_kv_cache_blocks_inplace", longest_first(_copy_blocks))
     sampling.install()
 
 

@@ -77,6 +77,7 @@ from vllm.v1.attention.backends.gdn_attn import (  # noqa: E402
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl  # noqa: E402
 from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend  # noqa: E402
 from vllm.v1.attention.ops import dcp as dcp_ops  # noqa: E402
+from vllm.v1.worker import gpu_model_runner as model_runner  # noqa: E402
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 
 __all__ = [
@@ -99,6 +100,7 @@ __all__ = [
     "is_conv_state_dim_first",
     "k3_layer",
     "linear",
+    "model_runner",
     "mtp",
     "replace",
 ]
@@ -135,6 +137,11 @@ def _check() -> None:
     )
     _require_attributes(
         "GDNAttentionMetadataBuilder", GDNAttentionMetadataBuilder, ("_build_chunk_metadata", "build")
+    )
+    _require_parameters(
+        "gpu_model_runner.copy_kv_cache_blocks_inplace",
+        model_runner.copy_kv_cache_blocks_inplace,
+        ("kv_caches", "num_blocks", "kv_cache_block_copies"),
     )
     _require_parameters(
         "kimi_k3.amd.mtp.fused_mtp_input",
