@@ -95,6 +95,9 @@ def set_environment(config: WorkerConfig) -> None:
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv_cache_bytes // (1 << 30))))
         # Two workers on a few cores: threads that spin while they wait take the time that the others need.
         defaults["OMP_WAIT_POLICY"] = "PASSIVE"
+        # vLLM compiles a helper of its log-probs even when all else runs eagerly: seconds at the first request, a C++
+        # compiler on the machine, and files in the temporary folder, for nothing that a CPU would notice.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
         if config.tp == 1:
             # One rank runs in the engine's own process: half the memory, and no hop a step.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
