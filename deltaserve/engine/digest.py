@@ -45,6 +45,8 @@ def model_digest(model: Path, dtype: str) -> str:
             header_bytes = int.from_bytes(file.read(8), "little")
             digest.update(file.read(min(header_bytes, size)))
             for i in range(SAMPLES):
-                file.seek(i * (size - SAMPLE_BYTES) // (SAMPLES - 1))  # the first sample to the very last byte
+                file.seek(
+                    i * (size - SAMPLE_BYTES) // (SAMPLES - 1)
+                )  # the first sample to the very last byte
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
