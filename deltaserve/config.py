@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Role = Literal["prefill", "decode"]
 """What a worker does: `prefill` computes N-1 prompt tokens and publishes; `decode` restores and generates."""
 
+Damage = Literal["none", "flip", "truncate", "foreign", "null", "stale", "dtype", "each", "swap"]
+"""Faults for negative controls; `statestore.connector.faults` says what each does and which check finds it."""
+
 
 class EtcdConfig(BaseModel):
     """Where etcd is and how to speak to it."""
@@ -81,9 +84,7 @@ class WorkerConfig(BaseModel):
     prefix_match_unit: int = Field(16, ge=1, description="tokens; prefixes match in multiples of it")
     omp_threads: str = Field("", description="CPU cores a rank, vLLM's notation, e.g. 0|1; empty: all cores")
     verify: bool = Field(True, description="check every shard before use; off only for negative controls")
-    damage: Literal["none", "flip", "swap"] = Field(
-        "none", description="fault injected before a load (negative controls)"
-    )
+    damage: Damage = Field("none", description="fault injected before a load (negative controls)")
     extra_args: dict[str, object] = Field(
         default_factory=dict, description="further vLLM engine arguments, as JSON"
     )
@@ -169,7 +170,7 @@ class ClusterConfig(BaseModel):
         256, ge=2, description="shortest prompt that is handed over under placement auto"
     )
     verify: bool = Field(True, description="check every shard before use; off only for negative controls")
-    damage: Literal["none", "flip", "swap"] = Field(
+    damage: Damage = Field(
         "none", description="fault that decode workers inject before a load (negative controls)"
     )
     prefill_options: dict[str, object] = Field(
@@ -225,10 +226,11 @@ class VerifyConfig(ClusterConfig):
         ["handover", "auto"],
         description="placements to run under; handover also claims how many tokens come from the store",
     )
-    damage: Literal["none", "flip", "swap"] = Field(
+    damage: Damage = Field(
         "none",
-        description="negative control; flip: one bit of a stored shard before each load, every one must be "
-        "found; swap: exchange shards with verification off, answers must differ",
+        description="negative control; flip, truncate, foreign, null, stale, dtype, or each of them in turn: "
+        "damage every request's state before its load, all must be found; swap: exchange shards with "
+        "verification off, answers must differ",
     )
     quick: bool = Field(False, description="few lengths, greedy only: a check of minutes, not of all")
     json_file: Path | None = Field(

@@ -15,6 +15,7 @@ digest: a rank without DCP reads every row, and looking at every number would ta
 
 from __future__ import annotations
 
+from statestore.boundary import BoundaryRecord, object_key
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.digest import first_not_finite, first_null, unit_digest
 from statestore.geometry import Geometry
@@ -44,6 +45,15 @@ def check_table(view: CacheView, blocks: tuple[list[int], ...], length: int, act
                 f"to {action} {length} tokens, group {group} needs {count} blocks below {view.block_count}, "
                 f"not {table}",
             )
+
+
+def check_epoch(record: BoundaryRecord) -> None:
+    """Raise when the record names an object of another epoch: its bytes and digests may match, and be stale."""
+    for rank in record.ranks:
+        for entry in rank.objects:
+            expected = object_key(record.model_digest, record.epoch, entry.group, rank.rank)
+            if entry.key != expected:
+                raise VerificationFailed("epoch", f"the record names {entry.key}; its epoch's is {expected}")
 
 
 def check_heads(data: Bytes, heads: int, geometry: Geometry, first_head: int = 0) -> None:

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from statestore.boundary import BoundaryRecord
 from statestore.connector import faults
 from statestore.connector.cache_view import Bytes, CacheView
-from statestore.connector.checks import VerificationFailed, check_digest, check_heads, check_rows, check_table
+from statestore.connector.checks import (
+    VerificationFailed,
+    check_digest,
+    check_epoch,
+    check_heads,
+    check_rows,
+    check_table,
+)
 from statestore.connector.messages import LoadJob, RankReport
 from statestore.geometry import Geometry, GeometryError
 from statestore.pool import Pool
@@ -31,15 +39,10 @@ class Loader:
         """Restore; raises VerificationFailed, or what the pool raised."""
         record = job.record
         check_table(self._view, job.blocks, record.length, "load into")
-        try:
-            source = Geometry.from_json(record.geometry)
-            plan = plan_read(record, source, self._geometry, self._rank, job.local_tokens)
-        except GeometryMismatch as error:
-            raise VerificationFailed("geometry", str(error)) from error
-        except (RecordIncomplete, GeometryError) as error:
-            raise VerificationFailed("record", str(error)) from error
+        plan = self._plan(record, job.local_tokens)
         if self._damage != "none":
-            faults.inject(self._damage, self._pool, record, plan.pieces)
+            damaged = faults.inject(self._damage, self._pool, record, plan.pieces)
+            plan = self._plan(damaged, job.local_tokens)
         report.nbytes = plan.nbytes
         with self._pool.staging(plan.nbytes, self._timeout) as staging:
             self._read(plan, staging)
@@ -53,6 +56,19 @@ class Loader:
                         check_rows(data, self._geometry, finite=False)
             for piece, data in placed:
                 self._write(job, piece, data)
+
+    def _plan(self, record: BoundaryRecord, local_tokens: int) -> ReadPlan:
+        """What to read of a record that is what it says it is."""
+        try:
+            source = Geometry.from_json(record.geometry)
+            plan = plan_read(record, source, self._geometry, self._rank, local_tokens)
+        except GeometryMismatch as error:
+            raise VerificationFailed("geometry", str(error)) from error
+        except (RecordIncomplete, GeometryError) as error:
+            raise VerificationFailed("record", str(error)) from error
+        if self._verify:
+            check_epoch(record)
+        return plan
 
     def _read(self, plan: ReadPlan, staging: Bytes) -> None:
         """One call an object."""

@@ -97,7 +97,7 @@ class Stream:
         except Exception as error:
             self.error = error
 
-    def end(self, timeout: float = 60) -> None:
+    def end(self, timeout: float = 180) -> None:
         """Wait for its end."""
         self._thread.join(timeout)
         assert not self._thread.is_alive(), "the stream hangs"
@@ -141,7 +141,7 @@ def test_prefill_worker_hangs(faulty: Cluster, right: dict[int, list[int]]) -> N
 
 
 def test_etcd_killed_in_service(faulty: Cluster, right: dict[int, list[int]]) -> None:
-    stream = Stream(faulty, 400)
+    stream = Stream(faulty, 200)
     faulty.kill("etcd", hold=True)
     try:
         for _ in range(3):
@@ -159,7 +159,7 @@ def test_etcd_killed_in_service(faulty: Cluster, right: dict[int, list[int]]) ->
 
 
 def test_mooncake_master_killed_in_service(faulty: Cluster, right: dict[int, list[int]]) -> None:
-    stream = Stream(faulty, 400)
+    stream = Stream(faulty, 200)
     before = locals_counted(faulty) + metric(faulty, "deltaserve_router_load_failures_total")
     faulty.kill("master", hold=True)
     try:

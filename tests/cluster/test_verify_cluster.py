@@ -113,13 +113,13 @@ def _quick(tmp_path: Path) -> list[str]:
 
 @pytest.mark.timeout(450)
 def test_every_damage_is_found_and_no_answer_is_made_of_it(tmp_path: Path) -> None:
-    code, output = _run([*_quick(tmp_path), "--damage", "flip"], tmp_path, new_mark(), 400)
+    code, output = _run([*_quick(tmp_path), "--damage", "each"], tmp_path, new_mark(), 400)
     assert code == 0, output
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["found"] == document["damaged"] == 12, output
     assert document["different"] == 0
     loads = [r for r in document["results"] if r["prompt_tokens"] > 1]
-    assert {r["failure"] for r in loads} == {"digest"}
+    assert {r["failure"] for r in loads} == {"digest", "size", "null_state", "epoch", "geometry"}
     assert all(r["from_store"] == 0 and r["recomputed"] == r["prompt_tokens"] for r in loads)
 
 
