@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from itertools import count
@@ -41,6 +42,10 @@ from statestore.prefix import prefix_hash
 from statestore.reshard import Packing
 
 log = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 5.0
+"""Seconds between attempts to give back what etcd or the store could not take back."""
 
 
 class PrefillRole(Role):
@@ -177,12 +182,10 @@ class PrefillRole(Role):
                 published=pb.Published(id=job.add.id, committed=False, length=record.length, error=reason)
             )
         )
-        await self._remove([entry.key for report in reports for entry in report.objects])
-        try:
-            await job.state["open"]
-            await self._ledger.abort(record.id)
-        except (LedgerError, ConnectionError, TimeoutError) as error:
-            log.warning("record %s stays until it is swept: %s", record.id, error)
+        # The opening may still be under way, or have failed without saying whether it wrote.
+        await asyncio.wait([job.state["open"]])
+        job.state["open"].exception()
+        await self._give_back(record.id, [entry.key for report in reports for entry in report.objects])
 
     def _done(self, job: Job) -> None:
         job.state["deadline"].cancel()
@@ -192,28 +195,42 @@ class PrefillRole(Role):
 
     async def release(self, boundaries: list[str]) -> None:
         records = [record for i in boundaries if (record := self._held.pop(i, None)) is not None]
-        await self._remove([entry.key for record in records for entry in record.objects()])
         for record in records:
-            try:
-                await self._ledger.release(record.id)
-                HANDOFF.released()
-            except (LedgerError, ConnectionError, TimeoutError) as error:
-                log.warning("record %s stays until it is swept: %s", record.id, error)
+            await self._give_back(record.id, [entry.key for entry in record.objects()])
+            HANDOFF.released()
 
-    async def _remove(self, keys: list[str]) -> None:
-        if not keys:
-            return
+    async def _give_back(self, boundary: str, keys: list[str]) -> None:
+        """Remove objects, then the record; what cannot be removed now is tried again until it is.
+
+        The sweeper is for dead owners only: what a living one leaves behind, nobody else would remove.
+        """
+        if not await self._try_to_give_back(boundary, keys):
+            self.background(self._keep_giving_back(boundary, keys))
+
+    async def _keep_giving_back(self, boundary: str, keys: list[str]) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            if await self._try_to_give_back(boundary, keys):
+                log.info("boundary %s has been given back", boundary)
+                return
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _try_to_give_back(self, boundary: str, keys: list[str]) -> bool:
         try:
-            left = await asyncio.to_thread(self._pool.remove, keys)
-        except PoolError as error:
-            log.warning("%d objects stay until they are swept: %s", len(keys), error)
-        else:
+            left = await asyncio.to_thread(self._pool.remove, keys) if keys else []
             if left:
-                log.warning("%d objects could not be removed yet: %s", len(left), left)
+                log.warning("%d objects of %s cannot be removed yet", len(left), boundary)
+                return False
+            await self._ledger.release(boundary)
+        except (PoolError, LedgerError, ConnectionError, TimeoutError) as error:
+            log.warning("boundary %s cannot be given back yet: %s", boundary, error)
+            return False
+        return True
 
     async def close(self) -> None:
         await self.release(list(self._held))
-        await self._finish_tasks(1.0)
+        await self._finish_tasks(0.5)
         await asyncio.to_thread(self._pool.close, 1.0)
 
 

@@ -85,6 +85,22 @@ async def test_a_ledger_that_is_away_fails_the_publish_and_the_objects_go() -> N
     assert not h.store.objects
 
 
+async def test_what_cannot_be_given_back_now_is_given_back_later() -> None:
+    """A living owner is never swept: a record it cannot delete would stay for ever."""
+    h, stream = PrefillHarness(), Stream()
+    j, request = await _prepared(h, stream)
+    report = h.written(request)
+    await j.state["open"]
+    await h.register.set_away(True)
+    h.role.on_written(j, [report])
+    assert not (await stream.next()).published.committed
+    assert h.ledger.records, "the control: etcd is away, the record is still there"
+    await h.register.set_away(False)
+    await _settle(h)
+    assert not h.ledger.records
+    assert not h.store.objects
+
+
 async def test_an_aborted_request_is_cleaned_up_when_its_ranks_have_reported() -> None:
     h, stream = PrefillHarness(), Stream()
     j, request = await _prepared(h, stream)
