@@ -27,6 +27,9 @@ ARENAS = {"MALLOC_ARENA_MAX": "4"}
 """glibc gives every thread an arena, and Mooncake has 31: that alone costs hundreds of MB. Read when a process starts,
 so a worker cannot set it for itself."""
 
+PATIENT_TTL = 60
+PATIENT_TIMEOUT = 30.0
+"""Seconds, where ranks outnumber the cores: see `crowded`."""
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Workers share the cores. A thread that spins at the end of a parallel region then keeps the other worker's thread,
 which that one waits for, from running: two processes of two threads on two cores do 20 to 30 times the steps without.
@@ -72,7 +75,10 @@ def build(
 
     Raises ClusterError when a field given through the *_options does not fit the role, or CUDA devices are too few.
     """
-    specs = [_etcd(ports, data, etcd), _master(ports, master)]
+    specs = [
+        _etcd(ports, data, etcd),
+        _master(ports, master, PATIENT_TTL if crowded(config) else MASTER_CLIENT_TTL),
+    ]
     devices = _devices(config)
     for role, count, tp in (
         ("prefill", config.prefill, config.prefill_tp),
@@ -113,7 +119,7 @@ def _etcd(ports: Ports, data: Path, binary: Path) -> ProcessSpec:
     return ProcessSpec("etcd", argv, wave=0, probe=f"{LOOPBACK}:{ports.etcd_client}", health_path="/health")
 
 
-def _master(ports: Ports, binary: Path) -> ProcessSpec:
+def _master(ports: Ports, binary: Path, client_ttl: int) -> ProcessSpec:
     options = {
         "rpc_address": LOOPBACK,
         "rpc_port": ports.master,
@@ -121,7 +127,7 @@ def _master(ports: Ports, binary: Path) -> ProcessSpec:
         "metrics_port": ports.master_metrics,
         "enable_http_metadata_server": "false",
         "default_kv_lease_ttl": 1000,
-        "client_ttl": MASTER_CLIENT_TTL,
+        "client_ttl": client_ttl,
     }
     argv = (str(binary), *(f"--{name}={value}" for name, value in options.items()), "--logtostderr")
     return ProcessSpec("master", argv, wave=0, probe=f"{LOOPBACK}:{ports.master}")
@@ -144,8 +150,12 @@ def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int) -> WorkerCo
         "omp_threads": config.omp_threads or split_cores(sorted(os.sched_getaffinity(0)), tp),
         "verify": config.verify,
         "damage": config.damage if role == "decode" else "none",
-        "etcd": _etcd_config(ports),
-        "store": StoreConfig(master=f"{LOOPBACK}:{ports.master}", segment_bytes=config.segment_bytes),
+        "etcd": _etcd_config(config, ports),
+        "store": StoreConfig(
+            master=f"{LOOPBACK}:{ports.master}",
+            segment_bytes=config.segment_bytes,
+            timeout=PATIENT_TIMEOUT if crowded(config) else StoreConfig().timeout,
+        ),
     }
     options = config.prefill_options if role == "prefill" else config.decode_options
     try:
@@ -163,7 +173,7 @@ def _router(config: ClusterConfig, ports: Ports) -> RouterConfig:
         "max_model_len": config.max_model_len,
         "placement": config.placement,
         "handover_min_tokens": config.handover_min_tokens,
-        "etcd": _etcd_config(ports),
+        "etcd": _etcd_config(config, ports),
     }
     try:
         return RouterConfig.model_validate({**fields, **config.router_options})
@@ -171,8 +181,22 @@ def _router(config: ClusterConfig, ports: Ports) -> RouterConfig:
         raise ClusterError(f"--router-options: {_first(error)}") from error
 
 
-def _etcd_config(ports: Ports) -> EtcdConfig:
-    return EtcdConfig(endpoints=[f"{LOOPBACK}:{ports.etcd_client}"])
+def _etcd_config(config: ClusterConfig, ports: Ports) -> EtcdConfig:
+    endpoints = [f"{LOOPBACK}:{ports.etcd_client}"]
+    if crowded(config):
+        return EtcdConfig(endpoints=endpoints, lease_ttl=PATIENT_TTL, timeout=PATIENT_TIMEOUT)
+    return EtcdConfig(endpoints=endpoints)
+
+
+def crowded(config: ClusterConfig) -> bool:
+    """Whether the CPU has fewer cores than the cluster has ranks that spin.
+
+    vLLM's tensor-parallel ranks wait for each other spinning; with more of them than cores whatever else runs here,
+    leases and heartbeats among it, is served late, which is no reason to take anybody for dead.
+    """
+    tensor_parallel = max(config.prefill_tp, config.decode_tp) > 1
+    ranks = config.prefill * config.prefill_tp + config.decode * config.decode_tp
+    return config.device == "cpu" and tensor_parallel and ranks > len(os.sched_getaffinity(0))
 
 
 def _first(error: ValidationError) -> str:
