@@ -168,6 +168,8 @@ def _description(
 ) -> pb.WorkerDescription:
     import vllm
 
+    from deltaserve.doctor.capabilities import report_json
+
     vllm_config = host.core.vllm_config
     blocks = vllm_config.cache_config.num_gpu_blocks or 0
     return pb.WorkerDescription(
@@ -182,16 +184,8 @@ def _description(
         dcp=geometry.dcp,
         interleave=geometry.interleave,
         kv_cache_tokens=blocks * geometry.block_size * geometry.dcp,
-        capabilities=_capabilities(vllm_config),
+        capabilities=report_json(vllm_config),
     )
-
-
-def _capabilities(vllm_config: Any) -> str:
-    try:
-        from deltaserve.doctor.capabilities import report_json
-    except ImportError:
-        return ""
-    return str(report_json(vllm_config))
 
 
 async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str]:
