@@ -10,11 +10,13 @@ ledger and names every one of them. Life cycle, with who acts:
     commit    publisher: every rank's entry in one transaction, fenced by its lease (ledger write 2); visible from here
     loaded*   readers: get the committed record, read their share of the objects, check all of it, use it
     release   publisher: the objects go, then the record
+    evict     publisher, of a checkpoint (docs/checkpoints.md): like release, when no record rests on it
     abort     publisher: like release, for a record that was never committed
     swept     anybody, when the owner is dead: like release
 
     pending ──commit──▶ committed ──release──▶ gone
-       └────abort, swept────────┴──swept────────▶ gone
+       │                    ├──evict──▶ evicting ──▶ gone
+       └────abort, swept────┴──swept──────┴─────────▶ gone
 
 There is no way back and no other edge: a replacement is a new record under a new epoch.
 
@@ -31,7 +33,7 @@ from typing import Any, Literal, get_args
 
 Group = Literal["kda", "mla"]
 """Layer group: KDA state (recurrent and convolution), or MLA latent rows."""
-State = Literal["pending", "committed"]
+State = Literal["pending", "committed", "evicting"]
 RankStatus = Literal["pending", "written"]
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,200}\Z")
@@ -151,6 +153,16 @@ class BoundaryRecord:
     state: State = "pending"
     ranks: tuple[RankEntry, ...] = ()
     """One entry for every rank of the publisher, ranks 0, 1, 2 ... in order."""
+    base: int = 0
+    """MLA rows of the tokens [0, base) lie in `parents`; this record's own cover [base, length)."""
+    parents: tuple[str, ...] = ()
+    """Ids of the records whose rows join to [0, base), oldest first (docs/checkpoints.md)."""
+    link: int = 0
+    """Which of the records of this epoch; part of its objects' keys."""
+    links: int = 1
+    """While pending: how many links may have been written under this epoch, so that a sweep finds their objects."""
+    reusable: bool = False
+    """A checkpoint: it outlives the request that wrote it, until its owner evicts it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.match(self.id):
@@ -173,7 +185,20 @@ class BoundaryRecord:
         for number, entry in enumerate(self.ranks):
             if entry.rank != number:
                 raise BoundaryInvalid(f"ranks[{number}].rank", entry.rank, f"must be {number}")
-        if self.state == "committed":
+        _check_int("base", self.base, 0)
+        if self.base >= self.length:
+            raise BoundaryInvalid("base", self.base, f"must be less than length {self.length}")
+        if bool(self.base) != bool(self.parents):
+            raise BoundaryInvalid(
+                "parents", self.parents, f"must name who holds the rows of [0, {self.base})"
+            )
+        for parent in self.parents:
+            if not isinstance(parent, str) or not _ID.match(parent) or parent == self.id:
+                raise BoundaryInvalid("parents", parent, "must be ids of other records")
+        _check_int("link", self.link, 0)
+        _check_int("links", self.links, 1)
+        _check_type("reusable", self.reusable, bool)
+        if self.state != "pending":
             self.check_committable()
 
     def objects(self) -> list[ObjectEntry]:
@@ -199,6 +224,8 @@ class BoundaryRecord:
                     raise BoundaryInvalid(
                         f"{where}: token_hi", entry.token_hi, f"exceeds length {self.length}"
                     )
+                if entry.group == "mla" and entry.token_lo < self.base:
+                    raise BoundaryInvalid(f"{where}: token_lo", entry.token_lo, f"is below base {self.base}")
                 if entry.key in keys:
                     raise BoundaryInvalid(f"{where}: key", entry.key, "is named twice")
                 keys.add(entry.key)
@@ -225,6 +252,7 @@ class BoundaryRecord:
         values["ranks"] = tuple(
             _rank(item, f"ranks[{number}]") for number, item in enumerate(_list(values.get("ranks"), "ranks"))
         )
+        values["parents"] = tuple(_list(values.get("parents", []), "parents"))
         return _build(cls, values, "record")
 
 
@@ -238,11 +266,15 @@ def prefix_of_ids(model_digest: str, prefix_hash: str) -> str:
     return f"{model_digest[:16]}.{prefix_hash}."
 
 
-def object_key(model_digest: str, epoch: Epoch, group: Group, rank: int) -> str:
-    """Key in the pool of what one rank writes of one group. The epoch makes it new; what is under it never changes."""
+def object_key(model_digest: str, epoch: Epoch, group: Group, rank: int, link: int = 0) -> str:
+    """Key in the pool of what one rank writes of one group and link.
+
+    The epoch makes it new; what is under it never changes.
+    """
     _check_choice("group", group, get_args(Group))
     _check_int("rank", rank, 0)
-    return f"ds/{model_digest[:16]}/{epoch}/{group}/{rank}"
+    _check_int("link", link, 0)
+    return f"ds/{model_digest[:16]}/{epoch}/{link}/{group}/{rank}"
 
 
 def _rank(item: Any, where: str) -> RankEntry:

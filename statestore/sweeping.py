@@ -28,8 +28,10 @@ GRACE_LEASES = 2
 
 def object_keys(record: BoundaryRecord) -> list[str]:
     """Every key under which ranks of the record's owner may have written."""
+    links = range(record.links) if record.state == "pending" else (record.link,)
     return [
-        object_key(record.model_digest, record.epoch, group, entry.rank)
+        object_key(record.model_digest, record.epoch, group, entry.rank, link)
+        for link in links
         for entry in record.ranks
         for group in ("kda", "mla")
     ]

@@ -51,7 +51,7 @@ def check_epoch(record: BoundaryRecord) -> None:
     """Raise when the record names an object of another epoch: its bytes and digests may match, and be stale."""
     for rank in record.ranks:
         for entry in rank.objects:
-            expected = object_key(record.model_digest, record.epoch, entry.group, rank.rank)
+            expected = object_key(record.model_digest, record.epoch, entry.group, rank.rank, record.link)
             if entry.key != expected:
                 raise VerificationFailed("epoch", f"the record names {entry.key}; its epoch's is {expected}")
 

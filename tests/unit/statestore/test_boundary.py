@@ -23,6 +23,7 @@ from statestore.boundary import (
     object_key,
     prefix_of_ids,
 )
+from statestore.sweeping import object_keys
 from tests.support.records import committed, entry, pending, written
 
 EPOCH = Epoch(0x1F, 3)
@@ -73,16 +74,36 @@ def test_objects_and_bytes() -> None:
 
 def test_keys_are_new_for_every_epoch_group_and_rank() -> None:
     keys = {
-        object_key("ab", Epoch(lease, counter), group, rank)  # type: ignore[arg-type]
+        object_key("ab", Epoch(lease, counter), group, rank, link)  # type: ignore[arg-type]
         for lease in (1, 2, 0x11)
         for counter in (0, 1, 11)
         for group in ("kda", "mla")
         for rank in (0, 1, 11)
+        for link in (0, 1, 11)
     }
-    assert len(keys) == 3 * 3 * 2 * 3
-    assert object_key("ab", EPOCH, "kda", 1) == "ds/ab/1f-3/kda/1"
+    assert len(keys) == 3 * 3 * 2 * 3 * 3
+    assert object_key("ab", EPOCH, "kda", 1) == "ds/ab/1f-3/0/kda/1"
     with pytest.raises(BoundaryInvalid, match="group"):
         object_key("ab", EPOCH, "conv", 0)  # type: ignore[arg-type]
+
+
+def test_rows_below_base_belong_to_the_parents() -> None:
+    record = committed(EPOCH)
+    rows = next(e for e in record.objects() if e.group == "mla")
+    assert rows.token_lo == 0
+    with pytest.raises(BoundaryInvalid, match="token_lo: 0 is below base 1"):
+        replace(record, base=1, parents=("p",))
+    ranks = (replace(record.ranks[0], objects=(replace(rows, token_lo=1, token_hi=2),)), *record.ranks[1:])
+    above = replace(record, base=1, parents=("p",), ranks=ranks, reusable=True)
+    assert BoundaryRecord.from_json(above.to_json()) == above
+
+
+def test_a_sweep_of_a_pending_record_covers_every_link() -> None:
+    record = replace(pending(EPOCH), links=3)
+    keys = object_keys(record)
+    assert len(set(keys)) == len(keys) == 3 * 2 * len(record.ranks)
+    assert object_key(record.model_digest, EPOCH, "mla", 0, 2) in keys
+    assert set(object_keys(replace(committed(EPOCH), link=2))) <= set(keys)
 
 
 def test_ids_begin_with_what_finds_them() -> None:
@@ -120,6 +141,15 @@ def test_ids_begin_with_what_finds_them() -> None:
         ({"ranks": ()}, "ranks"),
         ({"ranks": (RankEntry(1),)}, r"ranks\[0\]\.rank"),
         ({"state": "committed"}, r"ranks\[0\]\.status"),
+        ({"state": "evicting"}, r"ranks\[0\]\.status"),
+        ({"base": -1}, "base"),
+        ({"base": 1 << 30, "parents": ("p",)}, "base"),
+        ({"base": 1}, "parents"),
+        ({"parents": ("p",)}, "parents"),
+        ({"base": 1, "parents": ("a/b",)}, "parents"),
+        ({"link": -1}, "link"),
+        ({"links": 0}, "links"),
+        ({"reusable": 1}, "reusable"),
     ],
 )
 def test_fields_of_a_record(changes: dict[str, Any], field: str) -> None:

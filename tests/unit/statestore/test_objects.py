@@ -82,4 +82,4 @@ def test_a_rank_writes_at_most_two_objects() -> None:
 
 
 def test_keys_carry_the_epoch() -> None:
-    assert object_key("ab" * 16, Epoch(0x1F, 3), "kda", 2) == "ds/abababababababab/1f-3/kda/2"
+    assert object_key("ab" * 16, Epoch(0x1F, 3), "kda", 2) == "ds/abababababababab/1f-3/0/kda/2"
