@@ -6,7 +6,7 @@
     a body longer than max_body_bytes              413 (and what the client still sends is read, up to a bound)
     a body that takes too long                     408
     kv_transfer_params that mean nothing here      400
-    no decode worker for worker_wait seconds       503 with Retry-After
+    no decode worker for worker_wait seconds       503 with Retry-After, also if the last one goes later
     a stream that ends with an error               the error is its last event, without a [DONE]
 
 Everything else is vLLM's. Errors have the shape of OpenAI's: {"error": {"message", "type", "param", "code"}}.
@@ -43,6 +43,7 @@ SERVED: dict[str, tuple[str, ...]] = {
 """What this server offers, with methods; vLLM's other paths steer an engine, and there is none here."""
 _RESPONSE = re.compile(r"^/v1/responses/[^/]+(/cancel)?$")
 _TRACE = "/deltaserve/requests/"
+_NO_DECODE_WORKER = "no decode worker is reachable; GET /health says what is missing"
 
 BODY_SECONDS = 60.0
 """How long a client may take to send its body."""
@@ -175,8 +176,7 @@ class Gateway:
                 return
         if scope["path"] in GENERATING:
             if not await self._dispatcher.roster.wait_decode(self._config.worker_wait):
-                message = "no decode worker is reachable; GET /health says what is missing"
-                await self._refuse(send, 503, message, retry_after=1)
+                await self._refuse(send, 503, _NO_DECODE_WORKER, retry_after=1)
                 return
             if self._dispatcher.in_flight >= MAX_FLIGHTS:
                 await self._refuse(send, 503, f"{MAX_FLIGHTS} requests are in flight", retry_after=1)
@@ -190,7 +190,29 @@ class Gateway:
             sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, replay, _no_done_after_error(send) if b'"stream"' in body else send)
+        if b'"stream"' in body:
+            send = _no_done_after_error(send)
+        if scope["path"] in GENERATING:
+            send = self._unavailable_without_workers(send)
+        await self._app(scope, replay, send)
+
+    def _unavailable_without_workers(self, send: Send) -> Send:
+        """Turn vLLM's 500 into 503 when what failed is that no decode worker is left: a client may try again then."""
+        replaced = False
+
+        async def guarded(message: Message) -> None:
+            nonlocal replaced
+            if (
+                message["type"] == "http.response.start"
+                and message["status"] == 500
+                and not self._dispatcher.roster.ready("decode")
+            ):
+                replaced = True
+                await self._refuse(send, 503, _NO_DECODE_WORKER, retry_after=1)
+            if not replaced:
+                await send(message)
+
+        return guarded
 
     @staticmethod
     async def _body(scope: Scope, receive: Receive, limit: int) -> bytes:
