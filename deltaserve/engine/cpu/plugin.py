@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's entry points into the CPU engine: ``vllm.platform_plugins`` and ``vllm.general_plugins``.
 
-Both stay out of the way wherever vLLM runs on something else than the CPU build: a CUDA installation has its own
-kernels for everything in this package.
+The kernels stay out of the way wherever vLLM runs on something else than the CPU build: a CUDA installation has its own
+for everything in this package. Requests that begin with a history (deltaserve.engine.resume) are for both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Register the model classes; called by vLLM in every process it starts."""
+    """Register the model classes and let ranks wait asleep; called by vLLM in every process it starts."""
+    from deltaserve.engine import resume
+
+    resume.install()
     if not cpu_build():
         return
     from vllm.platforms import current_platform
@@ -43,5 +46,8 @@ def register() -> None:
     require_supported_version()
     from vllm import ModelRegistry
 
+    from deltaserve.engine.cpu import waiting
+
+    waiting.install()
     for architecture, model in _MODELS.items():
         ModelRegistry.register_model(architecture, model)

