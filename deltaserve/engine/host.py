@@ -17,9 +17,11 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
+
+from deltaserve.engine import resume
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 
@@ -53,6 +55,8 @@ class EngineHost:
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._core: Any = None
+        self._compiling: set[str] = set()
+        """Resumed requests whose grammar is being compiled; vLLM does not know them yet."""
         self._stopping = False
 
     def start(self, timeout: float) -> None:
@@ -65,20 +69,50 @@ class EngineHost:
         """vLLM's EngineCore. Read-only use from other threads, and only of what does not change while it runs."""
         return self._core
 
-    def add(self, request: Any, on_error: Callable[[str], None]) -> None:
-        """Queue an `EngineCoreRequest`; `on_error(reason)` is called on the engine thread when vLLM refuses it."""
+    def add(self, request: Any, on_error: Callable[[str], None], history: Sequence[int] = ()) -> None:
+        """Queue an `EngineCoreRequest`; `on_error(reason)` is called on the engine thread when vLLM refuses it.
+
+        `history`: tokens of its answer that exist already; its first output is the one after them.
+        """
 
         def run(core: Any) -> None:
             try:
-                core.add_request(*core.preprocess_add_request(request))
+                if history:
+                    vocab = self._vllm_config.model_config.get_vocab_size()
+                    resume.attach(request, list(history), vocab)
+                made, wave = core.preprocess_add_request(request)
+                if resume.give_history(
+                    core, made, lambda advance: self._inbox.put(late(made, wave, advance))
+                ):
+                    core.add_request(made, wave)
+                else:
+                    self._compiling.add(made.request_id)
             except Exception as error:
                 on_error(f"{type(error).__name__}: {error}")
+
+        def late(made: Any, wave: int, advance: Callable[[], None]) -> Callable[[Any], None]:
+            def run(core: Any) -> None:
+                if made.request_id not in self._compiling:
+                    return  # aborted meanwhile
+                self._compiling.discard(made.request_id)
+                try:
+                    advance()
+                    core.add_request(made, wave)
+                except Exception as error:
+                    on_error(f"{type(error).__name__}: {error}")
+
+            return run
 
         self._inbox.put(run)
 
     def abort(self, request_ids: list[str]) -> None:
         """Queue an abort; unknown ids are ignored by vLLM."""
-        self._inbox.put(lambda core: core.abort_requests(request_ids))
+
+        def run(core: Any) -> None:
+            self._compiling.difference_update(request_ids)
+            core.abort_requests(request_ids)
+
+        self._inbox.put(run)
 
     def call(self, function: Callable[[Any], Any]) -> Future[Any]:
         """Run `function(core)` on the engine thread; the future carries its result or error."""

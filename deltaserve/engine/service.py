@@ -130,7 +130,7 @@ class WorkerService(WorkerServicer):
             return
         if job.ended:  # aborted while it was being prepared
             return
-        self._host.add(request, self._refusal(job))
+        self._host.add(request, self._refusal(job), job.add.history)
 
     def _refusal(self, job: Job) -> Callable[[str], None]:
         """What the engine thread calls when vLLM refuses the job."""

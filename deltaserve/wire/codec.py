@@ -82,8 +82,12 @@ def encode_add(
     publish: pb.Publish | None = None,
     load: pb.Load | None = None,
     timeout: float = 0.0,
+    history: Sequence[int] = (),
 ) -> pb.Add:
-    """The `Add` of one leg of a request (at most one of `publish` and `load`); `sampling` from `encode_sampling`."""
+    """The `Add` of one leg of a request (at most one of `publish` and `load`); `sampling` from `encode_sampling`.
+
+    `history`: tokens of the answer that exist already, for a request that is resumed.
+    """
     return pb.Add(
         id=leg,
         request_id=request.request_id,
@@ -95,6 +99,7 @@ def encode_add(
         publish=publish,
         load=load,
         timeout=timeout,
+        history=history,
     )
 
 

@@ -49,7 +49,7 @@ class ToWorker(_message.Message):
     def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Add(_message.Message):
-    __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout")
+    __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout", "history")
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Add(_message.Message):
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     id: int
     request_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -70,7 +71,8 @@ class Add(_message.Message):
     publish: Publish
     load: Load
     timeout: float
-    def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ...) -> None: ...
+    history: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ..., history: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Publish(_message.Message):
     __slots__ = ("preferred_segment", "pack_dcp", "pack_interleave")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +28,16 @@ class FakeHost:
     def __init__(self) -> None:
         self.added: list[Any] = []
         self.aborted: list[str] = []
+        self.histories: list[list[int]] = []
         scheduler = SimpleNamespace(get_request_counts=lambda: (1, 2), get_kv_cache_usage=lambda: 0.5)
         self.core = SimpleNamespace(scheduler=scheduler)
 
-    def add(self, request: Any, on_error: Callable[[str], None]) -> None:
+    def add(self, request: Any, on_error: Callable[[str], None], history: Sequence[int] = ()) -> None:
         if request.prompt_token_ids[0] == 13:
             on_error("ValueError: unlucky")
         else:
             self.added.append(request)
+            self.histories.append(list(history))
 
     def abort(self, keys: list[str]) -> None:
         self.aborted += keys
