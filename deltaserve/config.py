@@ -232,6 +232,11 @@ class VerifyConfig(ClusterConfig):
         "damage every request's state before its load, all must be found; swap: exchange shards with "
         "verification off, answers must differ",
     )
+    layouts: list[str] = Field(
+        [],
+        description="verify several layouts in turn: prefill TP-decode TP-decode DCP as in 2-1-1, or all with at "
+        "most two ranks a role; empty: the one that --prefill-tp, --decode-tp and --decode-dcp give",
+    )
     quick: bool = Field(False, description="few lengths, greedy only: a check of minutes, not of all")
     json_file: Path | None = Field(
         None, description="file that gets the result as JSON", json_schema_extra={"flag": "--json"}

@@ -24,7 +24,7 @@ from deltaserve.config import VerifyConfig
 from deltaserve.model_check import ModelError, require_servable
 from deltaserve.up import Cluster, ClusterError
 from deltaserve.up.display import Lines
-from deltaserve.verify import reference, report
+from deltaserve.verify import layouts, reference, report
 from deltaserve.verify.client import Endpoint, EndpointError
 from deltaserve.verify.compare import NEED_ANOTHER
 from deltaserve.verify.judge import Judge, Judgement
@@ -44,7 +44,7 @@ def run(config: VerifyConfig) -> int:
     """Verify; see the module's description for the exit codes."""
     with _signals():
         try:
-            judgement = verify(config, lambda text: print(text, flush=True))
+            passed = _verify_all(config, lambda text: print(text, flush=True))
         except (
             ClusterError,
             EndpointError,
@@ -58,7 +58,22 @@ def run(config: VerifyConfig) -> int:
                 print(f"  | {line}", file=sys.stderr)
             print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
-    return 0 if judgement.passed else 1
+    return 0 if passed else 1
+
+
+def _verify_all(config: VerifyConfig, say: Callable[[str], None]) -> bool:
+    """Every layout that `layouts` names, or the one that the other fields give; whether all passed."""
+    if not config.layouts:
+        return verify(config, say).passed
+    if config.endpoint:
+        raise OptionsDoNotFit(
+            "layouts: each starts a cluster of its own, so they cannot be used with --endpoint; leave one of them out"
+        )
+    try:
+        chosen = layouts.parse(config.layouts)
+    except ValueError as error:
+        raise OptionsDoNotFit(str(error)) from error
+    return layouts.verify_each(config, chosen, verify, say)
 
 
 def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
