@@ -97,8 +97,15 @@ class TxnResult:
     succeeded: bool
     """True: every comparison held and the first branch ran."""
     revision: int
-    reads: tuple[KeyValue | None, ...] = ()
-    """One a `get` of the branch that ran, in order."""
+    ranges: tuple[tuple[KeyValue, ...], ...] = ()
+    """What each `get` and `get_prefix` of the branch that ran has found, in order."""
+    deleted: int = 0
+    """Keys that the branch deleted."""
+
+    @property
+    def reads(self) -> tuple[KeyValue | None, ...]:
+        """The first key that each `get` has found, in order."""
+        return tuple(found[0] if found else None for found in self.ranges)
 
 
 class Compare:
@@ -108,6 +115,18 @@ class Compare:
     def absent(key: str) -> Any:
         """The key does not exist."""
         return KVService.txn_compare_version(key, 0)
+
+    @staticmethod
+    def exists(key: str) -> Any:
+        """The key exists."""
+        compare = KVService.txn_compare_version(key, 0)
+        compare.result = type(compare).GREATER
+        return compare
+
+    @staticmethod
+    def none_under(prefix: str) -> Any:
+        """No key begins with this. (etcd compares every key of the range, and version 0 where there is none.)"""
+        return KVService.txn_compare_version(prefix, 0, range_end=prefix_range_end(prefix))
 
     @staticmethod
     def mod_revision(key: str, revision: int) -> Any:
@@ -140,6 +159,11 @@ class Op:
     def get(key: str) -> Any:
         """Read a key; its place in `TxnResult.reads` is that among the gets of its branch."""
         return KVService.txn_op_get(key)
+
+    @staticmethod
+    def get_prefix(prefix: str) -> Any:
+        """Read every key that begins with this; its place in `TxnResult.ranges` is as that of a `get`."""
+        return KVService.txn_op_get(prefix, range_end=prefix_range_end(prefix))
 
     @staticmethod
     def put(key: str, value: bytes | str, lease: int = 0) -> Any:
@@ -207,12 +231,14 @@ class Etcd:
     ) -> TxnResult:
         """One transaction: `then` when every comparison holds, else `otherwise`. See `Compare` and `Op`."""
         response = await self._call("txn", lambda t: self._kv.txn(compare, then, otherwise, timeout=t))
-        reads = tuple(
-            key_value(op.response_range.kvs[0]) if op.response_range.kvs else None
-            for op in response.responses
-            if op.WhichOneof("response") == "response_range"
-        )
-        return TxnResult(bool(response.succeeded), int(response.header.revision), reads)
+        ranges, deleted = [], 0
+        for op in response.responses:
+            kind = op.WhichOneof("response")
+            if kind == "response_range":
+                ranges.append(tuple(map(key_value, op.response_range.kvs)))
+            elif kind == "response_delete_range":
+                deleted += int(op.response_delete_range.deleted)
+        return TxnResult(bool(response.succeeded), int(response.header.revision), tuple(ranges), deleted)
 
     async def compact(self, revision: int) -> None:
         """Forget the history before a revision."""

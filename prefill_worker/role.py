@@ -147,7 +147,7 @@ class PrefillRole(Role):
                 for report in sorted(reports, key=lambda report: report.rank)
             )
             await job.state["open"]
-            await self._ledger.commit(committed)
+            await self._ledger.commit([committed])
         except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
             await self._fail(job, reports, f"{type(error).__name__}: {error}", "ledger")
             return
@@ -185,7 +185,7 @@ class PrefillRole(Role):
         # The opening may still be under way, or have failed without saying whether it wrote.
         await asyncio.wait([job.state["open"]])
         job.state["open"].exception()
-        await self._give_back(record.id, [entry.key for report in reports for entry in report.objects])
+        await self._give_back(record, [entry.key for report in reports for entry in report.objects])
 
     def _done(self, job: Job) -> None:
         job.state["deadline"].cancel()
@@ -196,35 +196,35 @@ class PrefillRole(Role):
     async def release(self, boundaries: list[str]) -> None:
         records = [record for i in boundaries if (record := self._held.pop(i, None)) is not None]
         for record in records:
-            await self._give_back(record.id, [entry.key for entry in record.objects()])
+            await self._give_back(record, [entry.key for entry in record.objects()])
             HANDOFF.released()
 
-    async def _give_back(self, boundary: str, keys: list[str]) -> None:
+    async def _give_back(self, record: BoundaryRecord, keys: list[str]) -> None:
         """Remove objects, then the record; what cannot be removed now is tried again until it is.
 
         The sweeper is for dead owners only: what a living one leaves behind, nobody else would remove.
         """
-        if not await self._try_to_give_back(boundary, keys):
-            self.background(self._keep_giving_back(boundary, keys))
+        if not await self._try_to_give_back(record, keys):
+            self.background(self._keep_giving_back(record, keys))
 
-    async def _keep_giving_back(self, boundary: str, keys: list[str]) -> None:
+    async def _keep_giving_back(self, record: BoundaryRecord, keys: list[str]) -> None:
         pause = FIRST_PAUSE
         while True:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-            if await self._try_to_give_back(boundary, keys):
-                log.info("boundary %s has been given back", boundary)
+            if await self._try_to_give_back(record, keys):
+                log.info("boundary %s has been given back", record.id)
                 return
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    async def _try_to_give_back(self, boundary: str, keys: list[str]) -> bool:
+    async def _try_to_give_back(self, record: BoundaryRecord, keys: list[str]) -> bool:
         try:
             left = await asyncio.to_thread(self._pool.remove, keys) if keys else []
             if left:
-                log.warning("%d objects of %s cannot be removed yet", len(left), boundary)
+                log.warning("%d objects of %s cannot be removed yet", len(left), record.id)
                 return False
-            await self._ledger.release(boundary)
+            await self._ledger.release(record)
         except (PoolError, LedgerError, ConnectionError, TimeoutError) as error:
-            log.warning("boundary %s cannot be given back yet: %s", boundary, error)
+            log.warning("boundary %s cannot be given back yet: %s", record.id, error)
             return False
         return True
 

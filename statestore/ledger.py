@@ -1,42 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: which boundaries exist, and who may see them. The seam; `statestore.etcd_ledger` is the real one.
 
-Protocol. A publisher writes twice a boundary, however many ranks it has:
+Protocol. A publisher writes twice a request, however many ranks and links it has:
 
-    open      the record, every rank pending. Refused when the id exists, or when the owner's membership does not stand
-              under the epoch's lease.
-    commit    the record with every rank's entry, in one transaction that compares: the record is still the pending one
-              of this epoch, and the owner's membership still stands under the epoch's lease. So a worker that was
-              thought dead, and whose objects may have been swept, cannot make anything visible.
+    open      the record, every rank pending. Refused when the id exists, when the owner's membership does not stand
+              under the epoch's lease, or when the parent that it names is no committed checkpoint any more. The same
+              transaction writes a child entry parent -> record, which pins the parent, and with it its whole chain.
+    commit    the records of the epoch with every rank's entry, checkpoints first, in one transaction that compares: the
+              opened record is still the pending one of this epoch, the owner's membership still stands under the
+              epoch's lease, the parent is still there, and nobody has committed a checkpoint of the same prefix
+              meanwhile. So a worker that was thought dead, and whose objects may have been swept, cannot make anything
+              visible; and a checkpoint is there once.
 
 `progress` tells people what ranks have written in between; it is off the critical path, and nothing depends on it.
-Readers see committed records only (`get_committed`). Records are not attached to the owner's lease: when the owner
-dies they stay, so that `sweep` knows which objects have to go. Objects go first, the record last: the other order
-would leave objects that nobody knows.
+Readers see committed records only (`get_committed`, `get_chain`, `watch_checkpoints`). Records are not attached to the
+owner's lease: when the owner dies they stay, so that `sweep` knows which objects have to go. Objects go first, the
+record last: the other order would leave objects that nobody knows.
+
+    evict     `begin_eviction`, one transaction, compares that no child entry exists, and makes the record invisible;
+              then the objects go; then `release`.
+
+A child entry comes and goes with its record, in the same transaction, whatever the transaction is.
 
 Errors: LedgerError for what the ledger refuses, ConnectionError when it cannot be reached in time.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 
-from statestore.boundary import BoundaryRecord
-
-T = TypeVar("T")
+from statestore.boundary import BoundaryInvalid, BoundaryRecord
+from statestore.checkpoints.chain import check_chain
 
 Records = list[BoundaryRecord]
+Names = list[str]
+Chain = tuple[BoundaryRecord, ...]
+"""Records whose rows join from token 0, oldest first; the last one has the state."""
 
 Remove = Callable[[BoundaryRecord], Awaitable[None]]
 """Removes a record's objects from the pool; what it raises leaves the record for the next sweep."""
+
+MAX_LINKS = 63
+"""Records of one commit: etcd takes 128 operations a transaction, and a link needs two."""
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +65,42 @@ class RecordExists(LedgerError):
     """The id is taken by another record."""
 
 
+class ParentGone(LedgerError):
+    """The checkpoint on which a record rests is not a committed one any more."""
+
+
+class ChainBroken(LedgerError):
+    """A committed boundary rests on a record that is not there."""
+
+
+class CheckpointExists(LedgerError):
+    """Somebody has committed checkpoints of the same prefixes: `records`, of which some may be adopted."""
+
+    def __init__(self, records: Sequence[BoundaryRecord]) -> None:
+        super().__init__(f"committed meanwhile: {', '.join(record.id for record in records)}")
+        self.records = tuple(records)
+
+
 class Ledger(ABC):
     """See the module's description. Belongs to one event loop."""
 
     @abstractmethod
     async def open(self, record: BoundaryRecord) -> None:
-        """Write 1. Raises FencedOut, RecordExists, and ValueError unless the record and every rank are pending."""
+        """Write 1. Raises FencedOut, RecordExists, ParentGone, and ValueError unless record and ranks are pending."""
 
     @abstractmethod
     async def progress(self, record: BoundaryRecord) -> bool:
         """Replace a pending record by one with more ranks written. Returns False when it is not pending any more."""
 
     @abstractmethod
-    async def commit(self, record: BoundaryRecord) -> None:
-        """Write 2; takes the record with every rank's entry. Repeating a commit that has happened is no error.
+    async def commit(self, records: Sequence[BoundaryRecord], opened: str = "", beside: bool = False) -> None:
+        """Write 2; takes the links of one epoch with every rank's entry, each one the parent of the next.
 
-        Raises FencedOut, CommitConflict, and BoundaryInvalid naming the rank that has not written or the object
-        without proof.
+        `opened`: id of the pending record, where it is not that of the last link. `beside`: also when others have
+        committed checkpoints of the same prefixes. Repeating a commit that has happened is no error.
+
+        Raises FencedOut, CommitConflict, ParentGone, CheckpointExists, and BoundaryInvalid naming the rank that has not
+        written, the object without proof, or the link that does not join.
         """
 
     @abstractmethod
@@ -85,13 +112,56 @@ class Ledger(ABC):
         record = await self.get(boundary)
         return record if record is not None and record.state == "committed" else None
 
-    @abstractmethod
-    async def release(self, boundary: str) -> bool:
-        """Delete a record whose objects have been removed. Returns whether it was there."""
+    async def get_chain(self, boundary: str, known: Mapping[str, BoundaryRecord] | None = None) -> Chain:
+        """A committed record with everything that it rests on, oldest first; empty when there is no such record.
 
-    async def abort(self, boundary: str) -> bool:
-        """Delete a record that will not be committed. Returns whether it was there."""
-        return await self.release(boundary)
+        `known`: committed checkpoints that the caller has seen already; they never change. Raises ChainBroken.
+        """
+        record = await self.get_committed(boundary)
+        if record is None:
+            return ()
+        known = known or {}
+        found = {name: known[name] for name in record.parents if name in known}
+        found |= await self.get_checkpoints([name for name in record.parents if name not in found])
+        missing = [name for name in record.parents if name not in found]
+        if missing:
+            raise ChainBroken(f"boundary {boundary} rests on {missing[0]}, which is not there")
+        chain = (*(found[name] for name in record.parents), record)
+        try:
+            check_chain(chain)
+        except BoundaryInvalid as error:
+            raise ChainBroken(f"boundary {boundary}: {error}") from error
+        return chain
+
+    @abstractmethod
+    async def get_checkpoints(self, boundaries: Sequence[str]) -> dict[str, BoundaryRecord]:
+        """Those of the named records that are committed checkpoints."""
+
+    @abstractmethod
+    def watch_checkpoints(self) -> AsyncGenerator[dict[str, BoundaryRecord], None]:
+        """Yield every committed checkpoint by id, now and after each change, for ever.
+
+        While the ledger is away what was seen last stands. Survives compaction and reconnection.
+        """
+
+    @abstractmethod
+    async def begin_eviction(self, record: BoundaryRecord) -> BoundaryRecord | None:
+        """Make a committed checkpoint invisible, as state `evicting`, so that its objects can be removed.
+
+        Returns the record as it is now; None when something rests on it, or it is no committed checkpoint any more.
+        """
+
+    @abstractmethod
+    async def pins(self) -> dict[str, Names]:
+        """Ids of the records that rest on a checkpoint, by its id."""
+
+    @abstractmethod
+    async def release(self, *records: BoundaryRecord) -> bool:
+        """Delete records whose objects have been removed, in whatever state. Returns whether one was there."""
+
+    async def abort(self, *records: BoundaryRecord) -> bool:
+        """Delete records that will not be committed. Returns whether one was there."""
+        return await self.release(*records)
 
     @abstractmethod
     async def list(self) -> Records:
@@ -163,55 +233,3 @@ class Sweeper:
         if spared >= dead:
             return []
         return await self._ledger.sweep({*live_workers, *spared}, self._remove)
-
-
-class LedgerThread:
-    """A ledger for synchronous code: an event loop in a thread of its own.
-
-    `submit(thread.ledger.commit(record))` returns a future at once; coroutines may be made on any thread.
-    """
-
-    def __init__(self, make: Callable[[], Ledger], name: str = "ledger") -> None:
-        """`make` runs inside the loop. Raises what it raises."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-        async def build() -> Ledger:
-            return make()
-
-        try:
-            self.ledger = asyncio.run_coroutine_threadsafe(build(), self._loop).result()
-        except BaseException:
-            self._stop(1.0)
-            raise
-
-    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine of `ledger`. Raises RuntimeError after `close`."""
-        if self._loop.is_closed() or not self._thread.is_alive():
-            coro.close()
-            raise RuntimeError("ledger: used after close")
-        return asyncio.run_coroutine_threadsafe(coro, self._loop)
-
-    def close(self, timeout: float = 5.0) -> None:
-        """End what runs and the thread, within `timeout` seconds. Never raises."""
-        if not self._thread.is_alive():
-            return
-
-        async def finish() -> None:
-            with contextlib.suppress(Exception):
-                await self.ledger.close()
-            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-
-        with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(finish(), self._loop).result(timeout)
-        self._stop(timeout)
-
-    def _stop(self, timeout: float) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout)
-        if not self._thread.is_alive():
-            self._loop.close()

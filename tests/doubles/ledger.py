@@ -3,8 +3,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
 from statestore.boundary import BoundaryInvalid, BoundaryRecord, prefix_of_ids
-from statestore.ledger import CommitConflict, FencedOut, Ledger, RecordExists, Records
+from statestore.checkpoints.chain import check_links
+from statestore.ledger import (
+    MAX_LINKS,
+    CheckpointExists,
+    CommitConflict,
+    FencedOut,
+    Ledger,
+    Names,
+    ParentGone,
+    RecordExists,
+    Records,
+)
 from tests.doubles.membership import Register
 
 
@@ -32,6 +47,7 @@ class LedgerDouble(Ledger):
         if there is not None:
             raise RecordExists(f"boundary {record.id} exists already; an epoch must not be used twice")
         self._check_fence(record)
+        self._check_parent(record)
         self.records[record.id] = record.to_json()
 
     async def progress(self, record: BoundaryRecord) -> bool:
@@ -45,37 +61,84 @@ class LedgerDouble(Ledger):
         self.records[record.id] = record.to_json()
         return True
 
-    async def commit(self, record: BoundaryRecord) -> None:
+    async def commit(self, records: Sequence[BoundaryRecord], opened: str = "", beside: bool = False) -> None:
         self._register.require()
-        value = record.committed().to_json()
+        links = [record.committed() for record in records]
+        if not 1 <= len(links) <= MAX_LINKS:
+            raise BoundaryInvalid("records", len(links), f"must be 1 to {MAX_LINKS} links")
+        check_links(links)
+        last = links[-1]
+        opened = opened or last.id
         if self.commit_fails:
             self.commit_fails -= 1
             raise ConnectionError("register: connection lost")
         self.writes += 1
-        if self.records.get(record.id) == value:
+        if self.records.get(last.id) == last.to_json():
             return
-        self._check_fence(record)
-        there = await self.get(record.id)
+        self._check_fence(last)
+        there = await self.get(opened)
         if there is None:
-            raise CommitConflict(f"boundary {record.id} is gone: aborted, or swept while it was written")
-        if not _pending_of(there, record):
-            raise CommitConflict(f"boundary {record.id} has been committed, or is of another epoch")
-        self.records[record.id] = value
+            raise CommitConflict(f"boundary {opened} is gone: aborted, or swept while it was written")
+        if not _pending_of(there, last):
+            raise CommitConflict(f"boundary {opened} has been committed, or is of another epoch")
+        self._check_parent(links[0])
+        prefixes = {prefix_of_ids(link.model_digest, link.prefix_hash) for link in links if link.reusable}
+        others = [r for r in self._checkpoints().values() if r.id.startswith(tuple(prefixes))]
+        if others and not beside:
+            raise CheckpointExists(others)
+        del self.records[opened]
+        self.records.update({link.id: link.to_json() for link in links})
 
     async def get(self, boundary: str) -> BoundaryRecord | None:
         self._register.require()
         text = self.records.get(boundary)
         return None if text is None else BoundaryRecord.from_json(text)
 
-    async def release(self, boundary: str) -> bool:
+    async def get_checkpoints(self, boundaries: Sequence[str]) -> dict[str, BoundaryRecord]:
+        self._register.require()
+        return {name: record for name, record in self._checkpoints().items() if name in boundaries}
+
+    async def watch_checkpoints(self) -> AsyncGenerator[dict[str, BoundaryRecord], None]:
+        shown: dict[str, BoundaryRecord] | None = None
+        while True:
+            now = shown if self._register.away else self._checkpoints()
+            if now is not None and now != shown:
+                shown = now
+                yield dict(now)
+            await asyncio.sleep(0.002)
+
+    async def begin_eviction(self, record: BoundaryRecord) -> BoundaryRecord | None:
         self._register.require()
         self.writes += 1
-        return self.records.pop(boundary, None) is not None
+        evicting = replace(record, state="evicting")
+        there = self.records.get(record.id)
+        if there == evicting.to_json():
+            return evicting
+        if there != record.to_json() or record.state != "committed" or not record.reusable:
+            return None
+        if record.id in await self.pins():
+            return None
+        self.records[record.id] = evicting.to_json()
+        return evicting
+
+    async def pins(self) -> dict[str, Names]:
+        self._register.require()
+        pins: dict[str, Names] = {}
+        for record in map(BoundaryRecord.from_json, self.records.values()):
+            if record.parents:
+                pins.setdefault(record.parents[-1], []).append(record.id)
+        return pins
+
+    async def release(self, *records: BoundaryRecord) -> bool:
+        self._register.require()
+        self.writes += 1
+        gone = [self.records.pop(record.id, None) for record in records]
+        return any(record is not None for record in gone)
 
     async def list(self) -> Records:
         self._register.require()
         records = [BoundaryRecord.from_json(text) for text in self.records.values()]
-        return sorted(records, key=lambda record: (record.created, record.epoch))
+        return sorted(records, key=lambda record: (record.created, record.epoch, record.link))
 
     async def find(self, model_digest: str, prefix_hash: str) -> Records:
         start = prefix_of_ids(model_digest, prefix_hash)
@@ -102,6 +165,16 @@ class LedgerDouble(Ledger):
 
     async def close(self) -> None:
         self.closed = True
+
+    def _checkpoints(self) -> dict[str, BoundaryRecord]:
+        records = [BoundaryRecord.from_json(text) for text in self.records.values()]
+        return {r.id: r for r in records if r.reusable and r.state == "committed"}
+
+    def _check_parent(self, record: BoundaryRecord) -> None:
+        if record.parents and record.parents[-1] not in self._checkpoints():
+            raise ParentGone(
+                f"boundary {record.id} rests on {record.parents[-1]}, which is no checkpoint any more"
+            )
 
     def _check_fence(self, record: BoundaryRecord) -> None:
         member = self._register.members.get(record.owner)

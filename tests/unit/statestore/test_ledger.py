@@ -5,99 +5,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deltaserve.config import EtcdConfig
 from deltaserve.etcd import Etcd, EtcdMembership, EtcdUnavailable
-from deltaserve.membership import Member, Membership, member_key
 from statestore.boundary import BoundaryInvalid, BoundaryRecord, Epoch, RankEntry
 from statestore.etcd_ledger import EtcdLedger
 from statestore.ledger import (
     CommitConflict,
     FencedOut,
-    Ledger,
-    LedgerThread,
     RecordExists,
     Sweeper,
 )
-from tests.doubles.ledger import LedgerDouble
-from tests.doubles.membership import MembershipDouble, Register
 from tests.support import services
+from tests.support.ledger_world import World, member
 from tests.support.records import MODEL, committed, pending, written
-
-_counter = count(1)
-
-
-def member(worker_id: str) -> Member:
-    return Member(worker_id, worker_id.split("-")[0], "127.0.0.1:1", MODEL, "ab", 0)  # type: ignore[arg-type]
-
-
-@dataclass
-class World:
-    """A cluster: its ledger as two processes see it, and its register."""
-
-    ledger: Ledger
-    other: Ledger
-    membership: Callable[[], Membership]
-    expire: Callable[[str], Awaitable[None]]
-
-    async def owner(self, worker_id: str = "prefill-1") -> Epoch:
-        """A member, and an epoch under its lease."""
-        joined = await self.membership().join(member(worker_id))
-        return Epoch(joined.lease, next(_counter))
-
-
-@pytest.fixture(params=["double", "etcd"])
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    closing: list[Any] = []
-    if request.param == "double":
-        register = Register()
-        one = LedgerDouble(register)
-        two = LedgerDouble(register, one.records)
-
-        async def expire(worker_id: str) -> None:
-            await register.expire(worker_id)
-
-        def membership() -> Membership:
-            return MembershipDouble(register)
-
-        ledgers: tuple[Ledger, Ledger] = (one, two)
-    else:
-        config: EtcdConfig = request.getfixturevalue("etcd_config")
-        etcd = Etcd(config)
-        closing.append(etcd)
-        ledgers = (EtcdLedger(config), EtcdLedger(config))
-
-        async def expire(worker_id: str) -> None:
-            # What is left when a lease ends: no key.
-            for joined in closing:
-                if (
-                    isinstance(joined, EtcdMembership)
-                    and joined._member
-                    and joined._member.worker_id == worker_id
-                ):
-                    assert joined._keeper is not None
-                    joined._keeper.cancel()
-            await etcd.delete(f"{config.prefix}/{member_key(worker_id)}")
-
-        def membership() -> Membership:
-            closing.append(EtcdMembership(config))
-            return closing[-1]  # type: ignore[no-any-return]
-
-    yield World(*ledgers, membership, expire)
-    for one_of in (*ledgers, *reversed(closing)):
-        await one_of.close()
 
 
 async def commit(world: World, epoch: Epoch, ranks: int = 1, **changes: Any) -> BoundaryRecord:
     await world.ledger.open(pending(epoch, ranks, **changes))
     record = committed(epoch, ranks, **changes)
-    await world.ledger.commit(record)
+    await world.ledger.commit([record])
     return record
 
 
@@ -111,17 +42,17 @@ async def test_open_commit_read_release(world: World) -> None:
     assert await world.other.get(record.id) == record
     assert await world.other.get_committed(record.id) is None, "nobody reads what is not committed"
     full = committed(epoch, ranks=2)
-    await world.ledger.commit(full)
+    await world.ledger.commit([full])
     assert await world.other.get_committed(record.id) == full
-    assert await world.ledger.release(record.id)
-    assert not await world.ledger.release(record.id)
+    assert await world.ledger.release(record)
+    assert not await world.ledger.release(record)
     assert await world.other.get(record.id) is None
 
 
 async def test_commit_takes_the_entries_whatever_its_state_says(world: World) -> None:
     epoch = await world.owner()
     await world.ledger.open(pending(epoch))
-    await world.ledger.commit(replace(pending(epoch), ranks=(written(epoch, 0),)))
+    await world.ledger.commit([replace(pending(epoch), ranks=(written(epoch, 0),))])
     assert await world.other.get_committed(pending(epoch).id) == committed(epoch)
 
 
@@ -130,7 +61,7 @@ async def test_a_rank_that_has_not_written_is_refused_by_name(world: World) -> N
     await world.ledger.open(pending(epoch, ranks=2))
     half = replace(pending(epoch, ranks=2), ranks=(written(epoch, 0), RankEntry(1)))
     with pytest.raises(BoundaryInvalid, match=r"ranks\[1\]\.status"):
-        await world.ledger.commit(half)
+        await world.ledger.commit([half])
     assert await world.other.get_committed(half.id) is None
 
 
@@ -140,7 +71,7 @@ async def test_a_null_object_is_refused(world: World) -> None:
     good = written(epoch, 0)
     null = replace(good, objects=(replace(good.objects[0], null_free=False),))
     with pytest.raises(BoundaryInvalid, match="null_free"):
-        await world.ledger.commit(replace(pending(epoch), ranks=(null,)))
+        await world.ledger.commit([replace(pending(epoch), ranks=(null,))])
     assert await world.other.get_committed(pending(epoch).id) is None
 
 
@@ -159,32 +90,32 @@ async def test_open_needs_a_pending_record_and_a_new_id(world: World) -> None:
 
 async def test_a_repeated_commit_is_no_error_and_another_one_is(world: World) -> None:
     record = await commit(world, await world.owner())
-    await world.ledger.commit(record)
-    await world.other.commit(record)
+    await world.ledger.commit([record])
+    await world.other.commit([record])
     with pytest.raises(CommitConflict, match="has been committed"):
-        await world.ledger.commit(replace(record, length=record.length + 1))
+        await world.ledger.commit([replace(record, length=record.length + 1)])
     assert await world.other.get_committed(record.id) == record
 
 
 async def test_commit_from_a_process_that_did_not_open(world: World) -> None:
     epoch = await world.owner()
     await world.ledger.open(pending(epoch))
-    await world.other.commit(committed(epoch))
+    await world.other.commit([committed(epoch)])
     assert await world.ledger.get_committed(pending(epoch).id) == committed(epoch)
 
 
 async def test_commit_of_what_is_gone_or_of_another_epoch(world: World) -> None:
     epoch = await world.owner()
     with pytest.raises(CommitConflict, match="gone"):
-        await world.ledger.commit(committed(epoch))
+        await world.ledger.commit([committed(epoch)])
     await world.ledger.open(pending(epoch))
-    assert await world.ledger.abort(pending(epoch).id)
+    assert await world.ledger.abort(pending(epoch))
     with pytest.raises(CommitConflict, match="gone"):
-        await world.ledger.commit(committed(epoch))
+        await world.ledger.commit([committed(epoch)])
     later = Epoch(epoch.lease, epoch.counter + 500)
     await world.ledger.open(replace(pending(later), id="same"))
     with pytest.raises(CommitConflict, match="another epoch"):
-        await world.ledger.commit(replace(committed(epoch), id="same"))
+        await world.ledger.commit([replace(committed(epoch), id="same")])
 
 
 async def test_progress_shows_ranks_and_does_not_make_visible(world: World) -> None:
@@ -195,7 +126,7 @@ async def test_progress_shows_ranks_and_does_not_make_visible(world: World) -> N
     assert await world.ledger.progress(half)
     assert await world.other.get(record.id) == half
     assert await world.other.get_committed(record.id) is None
-    await world.ledger.commit(committed(epoch, ranks=2))
+    await world.ledger.commit([committed(epoch, ranks=2)])
     assert not await world.ledger.progress(half), "a commit must not be undone by late progress"
     assert await world.other.get_committed(record.id) == committed(epoch, ranks=2)
     with pytest.raises(BoundaryInvalid, match="state"):
@@ -208,7 +139,7 @@ async def test_commit_after_progress_of_another_process(world: World) -> None:
     assert await world.other.progress(
         replace(pending(epoch, ranks=2), ranks=(written(epoch, 0), RankEntry(1)))
     )
-    await world.ledger.commit(committed(epoch, ranks=2))
+    await world.ledger.commit([committed(epoch, ranks=2)])
     assert await world.other.get_committed(pending(epoch).id) is not None
 
 
@@ -229,7 +160,7 @@ async def test_commit_of_a_worker_whose_lease_has_ended(world: World) -> None:
     await world.ledger.open(pending(epoch))
     await world.expire("prefill-1")
     with pytest.raises(FencedOut, match="prefill-1"):
-        await world.ledger.commit(committed(epoch))
+        await world.ledger.commit([committed(epoch)])
     assert not await world.ledger.progress(replace(pending(epoch), ranks=(written(epoch, 0),)))
     assert await world.other.get_committed(pending(epoch).id) is None
 
@@ -241,7 +172,7 @@ async def test_commit_under_the_lease_before_the_last(world: World) -> None:
     new = await world.owner()
     assert new.lease != old.lease
     with pytest.raises(FencedOut):
-        await world.ledger.commit(committed(old))
+        await world.ledger.commit([committed(old)])
     assert await world.ledger.lease_of("prefill-1") == new.lease
     assert (await commit(world, new)).epoch == new
 
@@ -288,7 +219,7 @@ async def test_sweep_takes_dead_owners_only(world: World) -> None:
     assert removals.keys == [entry.key for entry in gone.objects()]
     assert await world.other.list() == [kept]
     with pytest.raises((FencedOut, CommitConflict)):
-        await world.ledger.commit(committed(half.epoch))
+        await world.ledger.commit([committed(half.epoch)])
 
 
 async def test_sweep_with_a_stale_view_spares_members(world: World) -> None:
@@ -363,7 +294,7 @@ async def test_a_handoff_takes_two_writes(etcd_config: EtcdConfig, monkeypatch: 
 
     monkeypatch.setattr(Etcd, "_call", counting)
     await ledger.open(pending(epoch, ranks=8))
-    await ledger.commit(committed(epoch, ranks=8))
+    await ledger.commit([committed(epoch, ranks=8)])
     assert [name for name in calls if name != "keepalive"] == ["txn", "txn"]
     await ledger.close()
     await worker.close()
@@ -383,7 +314,7 @@ async def test_a_write_whose_answer_is_lost_is_recognised(
     monkeypatch.setattr(Etcd, "txn", twice)
     await ledger.open(pending(epoch))
     assert await ledger.progress(replace(pending(epoch), ranks=(written(epoch, 0),))) in (True, False)
-    await ledger.commit(committed(epoch))
+    await ledger.commit([committed(epoch)])
     assert await ledger.get_committed(pending(epoch).id) == committed(epoch)
     await worker.leave()
     assert [r.id for r in await ledger.sweep(set(), Removals())] == [pending(epoch).id]
@@ -398,7 +329,7 @@ async def test_racing_commits_have_one_winner(etcd_config: EtcdConfig) -> None:
     await ledgers[0].open(pending(epoch))
     versions = [replace(committed(epoch), created=float(number)) for number in range(6)]
     results = await asyncio.gather(
-        *(ledger.commit(version) for ledger, version in zip(ledgers, versions, strict=True)),
+        *(ledger.commit([version]) for ledger, version in zip(ledgers, versions, strict=True)),
         return_exceptions=True,
     )
     winners = [v for v, r in zip(versions, results, strict=True) if r is None]
@@ -430,39 +361,3 @@ async def test_etcd_away_is_an_error_within_the_deadline(own_etcd: services.Etcd
     own_etcd.service.start()
     assert await ledger.list() == []
     await ledger.close()
-
-
-# ---- for synchronous code
-
-
-def test_ledger_thread(etcd_config: EtcdConfig) -> None:
-    thread = LedgerThread(lambda: EtcdLedger(etcd_config))
-    futures = [thread.submit(thread.ledger.list()) for _ in range(4)]
-    assert [future.result(5) for future in futures] == [[]] * 4
-    with pytest.raises(FencedOut):
-        thread.submit(thread.ledger.open(pending(Epoch(1, 1)))).result(5)
-    thread.close()
-    thread.close()
-    with pytest.raises(RuntimeError, match="after close"):
-        thread.submit(thread.ledger.list())
-
-
-def test_ledger_thread_that_cannot_start() -> None:
-    def fail() -> Ledger:
-        raise ValueError("no ledger")
-
-    with pytest.raises(ValueError, match="no ledger"):
-        LedgerThread(fail)
-
-
-def test_closing_the_thread_ends_what_hangs() -> None:
-    class Hanging(LedgerDouble):
-        async def list(self) -> Any:
-            await asyncio.sleep(100)
-
-    thread = LedgerThread(lambda: Hanging(Register()))
-    future = thread.submit(thread.ledger.list())
-    began = time.monotonic()
-    thread.close()
-    assert time.monotonic() - began < 2
-    assert future.cancelled()
