@@ -2,7 +2,7 @@
 """Index maps between two geometries: which byte a writing rank stores where, and a reading rank takes from where.
 
 Two roles whose `Geometry` differs exchange state through objects of a pool. A writing rank stores at most two objects
-a boundary, one a layer group; a reading rank takes only what it owns::
+a record, one a layer group; a reading rank takes only what it owns::
 
     kda   head-major   [heads of the rank][KDA layers] x ( recurrent [V, K] | conv [q|k|v part][W-1 columns][channels] )
           One head of all layers is one run of bytes, so a reader with another TP size takes whole runs: the unit of
@@ -15,8 +15,9 @@ a boundary, one a layer group; a reading rank takes only what it owns::
           `CHUNK` rows of one owner.
 
 Both orders make the unit of reading contiguous, so bytes moved equal bytes needed whenever the packing is the reader's.
-The boundary record keeps length, packing and the writer's geometry: together they say everything about the inside of
-its objects, and both sides compute it with the same function (`plan_write`).
+The boundary record keeps base, length, packing and the writer's geometry: together they say everything about the inside
+of its objects, and both sides compute it with the same function (`plan_write`). A record with a base holds the rows of
+[base, length) only; the records of its chain hold the others (`plan_read_chain`), each in a layout of its own.
 
 ownership.py says which rank owns a token and where it lies there; objects.py what an object holds; plan.py what one
 rank writes and reads; compat.py whether two geometries map at all. All of it is plain data and numpy index arithmetic:
@@ -52,7 +53,9 @@ from statestore.reshard.plan import (
     Piece,
     ReadPlan,
     RecordIncomplete,
+    check_chain,
     plan_read,
+    plan_read_chain,
     plan_write,
 )
 
@@ -68,6 +71,7 @@ __all__ = [
     "ReadPlan",
     "RecordIncomplete",
     "Unit",
+    "check_chain",
     "compatible",
     "head_bytes",
     "heads_of",
@@ -80,6 +84,7 @@ __all__ = [
     "owner",
     "place",
     "plan_read",
+    "plan_read_chain",
     "plan_write",
     "row_bytes",
     "row_tokens",

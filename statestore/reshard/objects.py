@@ -78,17 +78,18 @@ def heads_of(geometry: Geometry, rank: int) -> range:
     return range(rank * per_rank, (rank + 1) * per_rank)
 
 
-def written_tokens(geometry: Geometry, length: int, rank: int) -> Ints:
-    """Tokens of [0, length) that TP rank `rank` stores, ascending; none is a valid answer.
+def written_tokens(geometry: Geometry, length: int, rank: int, base: int = 0) -> Ints:
+    """Tokens of [base, length) that TP rank `rank` stores, ascending; none is a valid answer.
 
     A token lies on every rank of one DCP owner (on every rank without DCP), and those divide what they hold into
     contiguous, balanced shares: every token is stored once. Raises ValueError for a rank outside [0, tp).
     """
     dcp, interleave = geometry.dcp, geometry.interleave
     dcp_rank = geometry.dcp_rank(rank)
-    held = local_length(length, dcp_rank, dcp, interleave)
+    first = local_length(base, dcp_rank, dcp, interleave)
+    held = local_length(length, dcp_rank, dcp, interleave) - first
     low, high = _share(held, rank // dcp, geometry.tp // dcp)
-    return owned_tokens(low, high, dcp_rank, dcp, interleave)
+    return owned_tokens(first + low, first + high, dcp_rank, dcp, interleave)
 
 
 def row_tokens(tokens: ArrayLike, packing: Packing) -> Ints:

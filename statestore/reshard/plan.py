@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of one rank: what it stores of a boundary, and what it takes from one.
+"""The plans of one rank: what it stores of a boundary, and what it takes from one, or from a chain of them.
+
+A chain (docs/checkpoints.md) is read like one boundary: the KDA state of its last record, and from every record the
+latent rows of [base, length).
 
 A rank reads the heads it owns, from whichever rank wrote them, and the latent rows of the tokens it owns under its own
 DCP layout. When rows were packed for another layout, a unit may hold rows of other ranks too; they are read with it
@@ -8,8 +11,8 @@ DCP layout. When rows were packed for another layout, a unit may hold rows of ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -32,7 +35,7 @@ from statestore.reshard.ownership import Ints, owner
 
 
 class RecordIncomplete(ValueError):
-    """A committed record that does not name every object, or names one of another layout."""
+    """A committed record that does not name every object, names one of another layout, or does not fit its chain."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +57,23 @@ class ObjectPlan:
 
 
 def plan_write(
-    geometry: Geometry, rank: int, length: int, packing: Packing | None = None
+    geometry: Geometry, rank: int, length: int, packing: Packing | None = None, base: int = 0
 ) -> tuple[ObjectPlan, ...]:
     """Objects that TP rank `rank` stores of a boundary of `length` tokens: kda, then mla; an empty one is left out.
 
-    Raises ValueError for a rank or a length that does not exist.
+    kda is the state after `length` tokens; mla has rows of the tokens [base, length) only. Raises ValueError for a
+    rank, a length or a base that does not exist.
     """
     if length < 1:
         raise ValueError(f"length {length} is no boundary; it needs at least one token")
+    if not 0 <= base < length:
+        raise ValueError(f"base={base} is outside [0, {length}): the boundary would have no rows")
     packing = packing or Packing()
     plans = []
     heads = kda_units(geometry, rank)
     if heads:
         plans.append(ObjectPlan("kda", heads, np.empty(0, dtype=np.int64), 0, length))
-    tokens = written_tokens(geometry, length, rank)
+    tokens = written_tokens(geometry, length, rank, base)
     rows = mla_units(geometry, tokens, packing)
     if rows:
         lo, hi = int(tokens[0]), int(tokens[-1]) + 1
@@ -138,48 +144,108 @@ class ReadPlan:
 def plan_read(
     record: BoundaryRecord, source: Geometry, target: Geometry, rank: int, local_tokens: int = 0
 ) -> ReadPlan:
-    """What TP rank `rank` of `target` reads of a boundary that `source` wrote.
+    """What TP rank `rank` of `target` reads of a boundary without parents that `source` wrote.
 
     Rows of tokens below `local_tokens` are not read, except where they share a unit with rows that are.
     Raises GeometryMismatch when the geometries do not map, RecordIncomplete naming what the record lacks, ValueError
     for a rank or a number of local tokens that does not exist.
     """
-    compatible(source, target)
-    if not 0 <= local_tokens <= record.length:
-        raise ValueError(f"local_tokens={local_tokens} is outside [0, {record.length}]")
-    if len(record.ranks) != source.tp:
-        raise RecordIncomplete(
-            f"boundary {record.id} has entries of {len(record.ranks)} ranks; its geometry says tp={source.tp}"
-        )
+    return _plan([(record, source)], target, rank, local_tokens)
+
+
+def plan_read_chain(
+    records: Sequence[BoundaryRecord], target: Geometry, rank: int, local_tokens: int = 0
+) -> ReadPlan:
+    """What TP rank `rank` of `target` reads of a chain, oldest record first, the boundary itself last.
+
+    Every record is read in the layout of its own geometry and packing. Raises as `plan_read` does, and GeometryError
+    for a record whose geometry cannot be read.
+    """
+    return _plan(
+        [(record, Geometry.from_json(record.geometry)) for record in records], target, rank, local_tokens
+    )
+
+
+def check_chain(records: Sequence[BoundaryRecord]) -> None:
+    """Raise RecordIncomplete, naming the record, unless these are the last one's parents and itself, without a gap.
+
+    ValueError for no record at all.
+    """
+    if not records:
+        raise ValueError("records: a chain has at least one record")
+    last = records[-1]
+    end = 0
+    for record in records:
+        if record.model_digest != last.model_digest:
+            raise RecordIncomplete(
+                f"boundary {record.id} of the chain of {last.id} is of model {record.model_digest}, "
+                f"the others are of {last.model_digest}"
+            )
+        if record.base != end:
+            raise RecordIncomplete(
+                f"boundary {record.id} of the chain of {last.id} has rows from token {record.base} on; "
+                f"the records before it end at {end}"
+            )
+        end = record.length
+    named = tuple(record.id for record in records[:-1])
+    if named != last.parents:
+        raise RecordIncomplete(f"boundary {last.id} has the parents {last.parents}; the chain has {named}")
+
+
+def _plan(
+    chain: Sequence[tuple[BoundaryRecord, Geometry]], target: Geometry, rank: int, local_tokens: int
+) -> ReadPlan:
+    check_chain([record for record, _ in chain])
+    last = chain[-1][0]
+    for record, source in chain:
+        compatible(source, target)
+        if len(record.ranks) != source.tp:
+            raise RecordIncomplete(
+                f"boundary {record.id} has entries of {len(record.ranks)} ranks; its geometry says tp={source.tp}"
+            )
+    if not 0 <= local_tokens <= last.length:
+        raise ValueError(f"local_tokens={local_tokens} is outside [0, {last.length}]")
+    pieces: list[Piece] = []
+    at = needed = 0
+    for record, source in chain:
+        if record is not last and record.length <= local_tokens:
+            continue
+        for piece, used in _pieces(record, source, target, rank, local_tokens, state=record is last):
+            pieces.append(replace(piece, at=at))
+            at += piece.unit.nbytes
+            needed += used
+    return ReadPlan(tuple(pieces), needed)
+
+
+def _pieces(
+    record: BoundaryRecord, source: Geometry, target: Geometry, rank: int, local_tokens: int, state: bool
+) -> Iterable[tuple[Piece, int]]:
+    """Units of one record that the rank reads, each with how many of its bytes the rank uses.
+
+    `state`: KDA units too, not only rows.
+    """
     mine = heads_of(target, rank)
     dcp_rank = target.dcp_rank(rank)
     packing = Packing(record.packing_dcp, record.packing_interleave)
-    pieces: list[Piece] = []
-    at = needed = 0
     # Every reader begins at another writer, so that readers spread over the writers.
     for step in range(source.tp):
         writer = (rank * source.tp // target.tp + step) % source.tp
-        for plan in plan_write(source, writer, record.length, packing):
+        for plan in plan_write(source, writer, record.length, packing, record.base):
             if plan.group == "mla" and plan.token_hi <= local_tokens:
                 continue
-            if plan.group == "kda" and not _overlap(heads_of(source, writer), mine):
+            if plan.group == "kda" and not (state and _overlap(heads_of(source, writer), mine)):
                 continue
             for entry, unit, digest in _written(record, writer, plan):
                 if plan.group == "kda":
-                    if unit.first not in mine:
-                        continue
-                    pieces.append(Piece(entry, unit, digest, at, head=unit.first - mine.start))
-                    needed += unit.nbytes
-                else:
-                    tokens = plan.tokens[unit.first : unit.first + unit.count]
-                    wanted = owner(tokens, target.dcp, target.interleave) == dcp_rank
-                    wanted &= tokens >= local_tokens
-                    if not wanted.any():
-                        continue
-                    pieces.append(Piece(entry, unit, digest, at, tokens=tokens, wanted=wanted))
-                    needed += int(wanted.sum()) * row_bytes(target)
-                at += unit.nbytes
-    return ReadPlan(tuple(pieces), needed)
+                    if unit.first in mine:
+                        yield Piece(entry, unit, digest, 0, head=unit.first - mine.start), unit.nbytes
+                    continue
+                tokens = plan.tokens[unit.first : unit.first + unit.count]
+                wanted = owner(tokens, target.dcp, target.interleave) == dcp_rank
+                wanted &= tokens >= local_tokens
+                if wanted.any():
+                    piece = Piece(entry, unit, digest, 0, tokens=tokens, wanted=wanted)
+                    yield piece, int(wanted.sum()) * row_bytes(target)
 
 
 def _overlap(one: range, other: range) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -53,11 +54,46 @@ class Case:
     length: int
     packing: Packing
     local_tokens: int = 0
+    base: int = 0
+    """Rows of the tokens [0, base) lie in the boundaries before it."""
+    link: int = 0
+    """Its place in its chain."""
 
     @property
     def matching(self) -> bool:
         """Whether the rows are packed for the reader."""
         return self.packing == Packing.for_reader(self.target)
+
+
+def _shared(draw: st.DrawFn, sizes: list[int], least: int, most: int) -> dict[str, Any]:
+    """What all geometries of a case agree on; heads that all TP `sizes` divide."""
+    step = math.lcm(*sizes)
+    return {
+        "num_heads": step * draw(st.integers(-(-least // step), max(most // step, -(-least // step)))),
+        "head_k": draw(st.sampled_from([2, 4])),
+        "head_v": draw(st.sampled_from([2, 4])),
+        "conv_width": draw(st.integers(2, 5)),
+        "kda_layers": tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=2)))),
+        "mla_layers": tuple(sorted(draw(st.sets(st.integers(4, 9), min_size=1, max_size=2)))),
+        "recurrent_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        "conv_dtype": draw(st.sampled_from(["bfloat16", "float32"])),
+        "kv_cache_dtype": draw(st.sampled_from(["bfloat16", "float32", "float8_e4m3"])),
+        "latent_width": draw(st.integers(2, 5)),
+    }
+
+
+def _packing(draw: st.DrawFn, target: Geometry) -> Packing:
+    return draw(
+        st.one_of(
+            st.just(Packing.for_reader(target)),
+            st.just(Packing()),
+            st.builds(Packing, st.sampled_from(DCP_SIZES), st.integers(1, 20)),
+        )
+    )
+
+
+# Writers seldom have DCP.
+_WRITER_DCPS = [1, 1, 1, *DCP_SIZES]
 
 
 def _side(draw: st.DrawFn, tp: int, shared: dict[str, Any], dcps: list[int]) -> Geometry:
@@ -82,31 +118,31 @@ def cases(draw: st.DrawFn, longest: int = 5000, small_tp: bool = False) -> Case:
     """
     sizes = TP_SIZES[:4] if small_tp else TP_SIZES
     a, b = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
-    step = math.lcm(a, b)
-    most = LEAST_HEADS if small_tp else MOST_HEADS
-    shared = {
-        "num_heads": step
-        * draw(st.integers(-(-LEAST_HEADS // step), max(most // step, -(-LEAST_HEADS // step)))),
-        "head_k": draw(st.sampled_from([2, 4])),
-        "head_v": draw(st.sampled_from([2, 4])),
-        "conv_width": draw(st.integers(2, 5)),
-        "kda_layers": tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=2)))),
-        "mla_layers": tuple(sorted(draw(st.sets(st.integers(4, 9), min_size=1, max_size=2)))),
-        "recurrent_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
-        "conv_dtype": draw(st.sampled_from(["bfloat16", "float32"])),
-        "kv_cache_dtype": draw(st.sampled_from(["bfloat16", "float32", "float8_e4m3"])),
-        "latent_width": draw(st.integers(2, 5)),
-    }
-    # Writers seldom have DCP.
-    source = _side(draw, a, shared, [1, 1, 1, *DCP_SIZES])
+    shared = _shared(draw, [a, b], LEAST_HEADS, LEAST_HEADS if small_tp else MOST_HEADS)
+    source = _side(draw, a, shared, _WRITER_DCPS)
     target = _side(draw, b, shared, list(DCP_SIZES))
     length = draw(st.one_of(st.integers(1, 40), st.integers(1, min(300, longest)), st.integers(1, longest)))
-    packing = draw(
-        st.one_of(
-            st.just(Packing.for_reader(target)),
-            st.just(Packing()),
-            st.builds(Packing, st.sampled_from(DCP_SIZES), st.integers(1, 20)),
-        )
-    )
+    packing = _packing(draw, target)
     local = draw(st.one_of(st.just(0), st.integers(0, length)))
     return Case(source, target, length, packing, local)
+
+
+@st.composite
+def chains(draw: st.DrawFn, longest: int = 4000, small_tp: bool = False) -> tuple[Case, ...]:
+    """Two to five boundaries, each of a publisher with a layout of its own, that one target reads as a chain."""
+    sizes = TP_SIZES[:4] if small_tp else (1, 2, 3, 4, 6, 8, 12)
+    count = draw(st.integers(2, 5))
+    publishers = [draw(st.sampled_from(sizes)) for _ in range(count)]
+    reader = draw(st.sampled_from(sizes))
+    shared = _shared(draw, [*publishers, reader], LEAST_HEADS, LEAST_HEADS if small_tp else 48)
+    target = _side(draw, reader, shared, list(DCP_SIZES))
+    steps = st.one_of(st.integers(1, 40), st.integers(1, longest // count))
+    ends = list(itertools.accumulate(draw(steps) for _ in range(count)))
+    matched = draw(st.booleans())
+    local = draw(st.one_of(st.just(0), st.integers(0, ends[-1])))
+    links = []
+    for link, (tp, end) in enumerate(zip(publishers, ends, strict=True)):
+        source = _side(draw, tp, shared, _WRITER_DCPS)
+        packing = Packing.for_reader(target) if matched else _packing(draw, target)
+        links.append(Case(source, target, end, packing, local, ends[link - 1] if link else 0, link))
+    return tuple(links)

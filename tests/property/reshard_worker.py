@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import tests.property.reshard_reference as reference
 from statestore.boundary import BoundaryRecord, Epoch, ObjectEntry, RankEntry, object_key
 from statestore.digest import unit_digest
-from statestore.reshard import CHUNK, ObjectPlan, ReadPlan, plan_read, plan_write, row_bytes
+from statestore.reshard import CHUNK, ObjectPlan, ReadPlan, plan_read, plan_read_chain, plan_write, row_bytes
 from tests.property.reshard_cases import Case
 
 Bytes = NDArray[np.uint8]
@@ -48,19 +48,23 @@ TALLIES: dict[str, Tally] = {}
 
 
 def record_of(case: Case, ranks: list[list[ObjectEntry]]) -> BoundaryRecord:
-    """A committed record with these objects."""
+    """A committed record with these objects; its parents are the links before it."""
     return BoundaryRecord(
-        id="b",
+        id=f"b{case.link}",
         model_digest=case.source.model_digest,
         prefix_hash="ab",
         length=case.length,
-        epoch=Epoch(7, 1),
-        owner="p0",
+        epoch=Epoch(7, 1 + case.link),
+        owner=f"p{case.link}",
         geometry=case.source.to_json(),
         packing_dcp=case.packing.dcp,
         packing_interleave=case.packing.interleave,
         state="committed",
         ranks=tuple(RankEntry(n, "written", tuple(objects)) for n, objects in enumerate(ranks)),
+        base=case.base,
+        parents=tuple(f"b{link}" for link in range(case.link)),
+        link=case.link,
+        reusable=True,
     )
 
 
@@ -80,7 +84,7 @@ def publish(
     per_rank = source.num_heads // source.tp
     for rank in range(source.tp):
         entries = []
-        for plan in writes(source, rank, case.length, case.packing):
+        for plan in writes(source, rank, case.length, case.packing, case.base):
             if plan.group == "kda":
                 mine = [unit.first for unit in plan.units]
                 assert mine == list(range(rank * per_rank, (rank + 1) * per_rank)), "not the rank's heads"
@@ -105,7 +109,7 @@ def publish(
                 assert unit.offset == at, "units leave a gap or overlap"
                 at += unit.nbytes
             assert at == plan.nbytes == len(data), "units do not cover the object"
-            key = object_key(source.model_digest, Epoch(7, 1), plan.group, rank)
+            key = object_key(source.model_digest, Epoch(7, 1 + case.link), plan.group, rank, case.link)
             objects[key] = data
             digests = tuple(unit_digest(data[u.offset : u.offset + u.nbytes]) for u in plan.units)
             entries.append(
@@ -113,7 +117,7 @@ def publish(
             )
         ranks.append(entries)
     assert heads == list(range(source.num_heads)), "a head is stored twice or never"
-    assert sorted(tokens) == list(range(case.length)), "a token is stored twice or never"
+    assert sorted(tokens) == list(range(case.base, case.length)), "a token is stored twice or never"
     return record_of(case, ranks), objects
 
 
@@ -144,16 +148,52 @@ def check(
     tally: str = "",
 ) -> None:
     """Every reading rank, from the objects to what goes into its caches."""
+    check_links([case], tamper=tamper, writes=writes, tally=tally)
+
+
+def publish_links(
+    links: Sequence[Case], writes: Callable[..., tuple[ObjectPlan, ...]] = plan_write
+) -> tuple[list[BoundaryRecord], dict[str, Bytes], reference.World]:
+    """Every boundary of a chain, each with KDA state of its own; the world is what its reader must find."""
+    last = links[-1]
+    world = reference.World.random(last.source, last.length)
+    records = []
+    objects: dict[str, Bytes] = {}
+    for link in links:
+        state = world
+        if link is not last:
+            state = replace(reference.World.random(last.source, 1, 1 + link.link), rows=world.rows)
+        record, stored = publish(link, state, writes)
+        assert not objects.keys() & stored.keys(), "two links share a key"
+        objects |= stored
+        records.append(record)
+    return records, objects, world
+
+
+def check_links(
+    links: Sequence[Case],
+    *,
+    tamper: Callable[[ReadPlan], ReadPlan] = lambda plan: plan,
+    writes: Callable[..., tuple[ObjectPlan, ...]] = plan_write,
+    tally: str = "",
+) -> None:
+    """`check` of a chain: state of the last link, rows of all of them."""
+    case = links[-1]
     source, target = case.source, case.target
-    world = reference.World.random(source, case.length)
-    record, objects = publish(case, world, writes)
+    records, objects, world = publish_links(links, writes)
+
+    def read(rank: int) -> ReadPlan:
+        if len(links) == 1:
+            return plan_read(records[0], source, target, rank, case.local_tokens)
+        return plan_read_chain(records, target, rank, case.local_tokens)
+
     owners = reference.owners(case.length, target.dcp, target.interleave)
     per_rank = target.num_heads // target.tp
     head_size = len(world.head(0))
     row_size = len(world.token(0))
     total_moved = total_needed = 0
     for rank in range(target.tp):
-        plan = tamper(plan_read(record, source, target, rank, case.local_tokens))
+        plan = tamper(read(rank))
         region = carry_out(plan, objects)
         heads: dict[int, bytes] = {}
         rows: Counter[int] = Counter()
@@ -178,26 +218,27 @@ def check(
         assert sorted(rows.elements()) == mine_tokens.tolist(), "a row is missing, twice or not the rank's"
         needed = per_rank * head_size + len(mine_tokens) * row_size
         assert plan.bytes_needed == needed, "counts its bytes wrong"
-        _check_excess(case, plan, needed, row_size)
+        _check_excess(links, plan, needed, row_size)
         total_moved += plan.nbytes
         total_needed += needed
     if tally:
-        kind = "packed for the reader" if case.matching else "packed for another"
+        kind = "packed for the reader" if all(link.matching for link in links) else "packed for another"
         kind += ", local prefix" if case.local_tokens else ""
         TALLIES.setdefault(f"{tally} ({kind})", Tally()).add(target.tp, total_moved, total_needed)
 
 
-def _check_excess(case: Case, plan: ReadPlan, needed: int, row_size: int) -> None:
+def _check_excess(links: Sequence[Case], plan: ReadPlan, needed: int, row_size: int) -> None:
     """What matching packing promises: nothing but what is needed, in one range an object."""
+    case = links[-1]
     assert plan.nbytes >= needed, "bytes come from nowhere"
-    if not case.matching:
+    if not all(link.matching for link in links):
         return
     assert all(len(read.ranges) == 1 for read in plan.reads()), "packed rows need more than one range"
     if case.local_tokens == 0:
         assert plan.nbytes <= RATIO * needed, f"moved {plan.nbytes} bytes for {needed}"
     else:
-        # A local prefix may end inside one unit of every writer.
-        most = case.source.tp * (CHUNK - 1) * row_size
+        # A local prefix may end inside one unit of every writer of one link.
+        most = max(link.source.tp for link in links) * (CHUNK - 1) * row_size
         assert plan.nbytes <= needed + most, f"moved {plan.nbytes} bytes for {needed}"
         for piece in plan.pieces:
             assert piece.tokens is None or piece.tokens[-1] >= case.local_tokens, (

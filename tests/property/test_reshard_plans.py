@@ -356,25 +356,23 @@ def test_property_notices_another_geometry(wrong: dict[str, int], monkeypatch: p
         check(CASE)
 
 
-def _tokens_of_all(geom: Geometry, rank: int, length: int, packing: Packing) -> tuple[ObjectPlan, ...]:
-    return plan_write(dataclasses.replace(geom, tp=1, dcp=1), 0, length, packing)
+def _tokens_of_all(geom: Geometry, rank: int, *where: Any) -> tuple[ObjectPlan, ...]:
+    return plan_write(dataclasses.replace(geom, tp=1, dcp=1), 0, *where)
 
 
-def _rows_rotated(geom: Geometry, rank: int, length: int, packing: Packing) -> tuple[ObjectPlan, ...]:
+def _rows_rotated(geom: Geometry, rank: int, *where: Any) -> tuple[ObjectPlan, ...]:
     return tuple(
         dataclasses.replace(plan, tokens=np.roll(plan.tokens, 1)) if plan.group == "mla" else plan
-        for plan in plan_write(geom, rank, length, packing)
+        for plan in plan_write(geom, rank, *where)
     )
 
 
-def _last_unit_lost(geom: Geometry, rank: int, length: int, packing: Packing) -> tuple[ObjectPlan, ...]:
-    return tuple(
-        dataclasses.replace(plan, units=plan.units[:-1]) for plan in plan_write(geom, rank, length, packing)
-    )
+def _last_unit_lost(geom: Geometry, rank: int, *where: Any) -> tuple[ObjectPlan, ...]:
+    return tuple(dataclasses.replace(plan, units=plan.units[:-1]) for plan in plan_write(geom, rank, *where))
 
 
-def _without_dcp(geom: Geometry, rank: int, length: int, packing: Packing) -> tuple[ObjectPlan, ...]:
-    return plan_write(dataclasses.replace(geom, dcp=1), rank, length, packing)
+def _without_dcp(geom: Geometry, rank: int, *where: Any) -> tuple[ObjectPlan, ...]:
+    return plan_write(dataclasses.replace(geom, dcp=1), rank, *where)
 
 
 @pytest.mark.parametrize("writes", [_tokens_of_all, _rows_rotated, _last_unit_lost, _without_dcp])

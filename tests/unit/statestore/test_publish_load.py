@@ -99,7 +99,7 @@ class Handoff:
 
     def damage(self, group: str, change: Callable[[np.ndarray], np.ndarray], rank: int = 0) -> None:
         """Replace the bytes of one stored object."""
-        (key,) = [key for key in self.store.objects if key.endswith(f"{self.epoch}/{group}/{rank}")]
+        (key,) = [key for key in self.store.objects if key.endswith(f"{self.epoch}/0/{group}/{rank}")]
         stored = self.store.objects[key]
         stored.data = change(stored.data.copy())
 
@@ -203,7 +203,7 @@ def test_another_requests_bytes_under_the_key(handoff: Handoff, group: str) -> N
     handoff.publish()
     other = Handoff(handoff.case, seed=2, store=handoff.store)
     other.publish()
-    (theirs,) = [key for key in handoff.store.objects if key.endswith(f"{other.epoch}/{group}/0")]
+    (theirs,) = [key for key in handoff.store.objects if key.endswith(f"{other.epoch}/0/{group}/0")]
     foreign = handoff.store.objects[theirs].data
     handoff.damage(group, lambda data: foreign.copy())
     handoff.refused("digest")
