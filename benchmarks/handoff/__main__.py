@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.handoff`; see the package's description."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.handoff.shapes import LAYERS
+from statestore.connector.faults import FOUND
+
+TURNS = {1: 60, 8: 40, 64: 15}
+QUICK_TURNS = {1: 10, 8: 6, 64: 3}
+"""By MiB of state."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=__doc__)
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    made.add_argument("--quick", action="store_true", help="few turns: a look, not a measurement")
+    made.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        choices=sorted(LAYERS),
+        default=sorted(LAYERS),
+        metavar="MIB",
+        help="MiB of state (default: 1 8 64)",
+    )
+    made.add_argument("--turns", type=int, metavar="N", help="handoffs of every size (default: by size)")
+    made.add_argument(
+        "--damage",
+        choices=("none", *FOUND),
+        default="none",
+        help="break the state before it is read (negative control: the run must fail)",
+    )
+    made.add_argument(
+        "--cluster",
+        nargs="?",
+        const="start",
+        metavar="URL",
+        help="measure whole requests instead: of the cluster at URL, or of one started for it",
+    )
+    return made
+
+
+def turns_of(options: argparse.Namespace, mib: int) -> int:
+    """How many handoffs of a size."""
+    if options.turns is not None:
+        return int(options.turns)
+    return (QUICK_TURNS if options.quick else TURNS)[mib]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 when a handoff failed or was not exact."""
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.turns is not None and options.turns < 1:
+        made.error(f"--turns: {options.turns} must be at least 1")
+    if options.cluster is not None:
+        from benchmarks.handoff.cluster import run_cluster
+
+        document = run_cluster(options.cluster, options.quick)
+    else:
+        # Threads that spin between two parallel loops take the cores from the other side.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        found = store_path(options)
+        if found is None:
+            return 1
+        document = found
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The store path without an engine, printed; None when it failed."""
+    from benchmarks.handoff import memory, processes, table
+
+    speeds = memory.measure()
+    copy, read = speeds["copy"]["median"], speeds["read"]["median"]
+    results = []
+    try:
+        with processes.started_services() as places, processes.Run(places, options.damage) as run:
+            for mib in options.sizes:
+                results.append(run.size(mib, turns_of(options, mib)))
+    except processes.RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return None
+    host = memory.machine()
+    print(f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}\n")
+    print(
+        table.render(
+            ("GB/s", "median", "best"),
+            [(name, f"{s['median'] / 1e9:.1f}", f"{s['best'] / 1e9:.1f}") for name, s in speeds.items()],
+        )
+    )
+    print()
+    print(table.handoff_table(results, copy, read))
+    return {
+        "machine": host,
+        "bytes_a_second": speeds,
+        "sizes": [result.to_dict(copy, read) for result in results],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the two sides: the publisher in this process, the reader in one of its own, services beside them.
+
+Handoff and bare take turns, and change who goes first, so that what else the machine does meets both alike. Every
+handoff is compared with what was published, off the clock; one that does not hold exactly that ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.handoff.bare import Bare
+from benchmarks.handoff.ledgers import LedgerLoop
+from benchmarks.handoff.shapes import MIB, shape_of
+from benchmarks.handoff.sides import PublishingSide, ReadingSide
+from benchmarks.handoff.table import Repetition, SizeResult
+from deltaserve.config import EtcdConfig, StoreConfig
+from deltaserve.etcd import EtcdMembership
+from deltaserve.membership import Member
+from statestore.etcd_ledger import EtcdLedger
+from statestore.mooncake_pool import MooncakePool
+from tests.support import services
+
+OWNER = "prefill-bench"
+SEGMENT_BYTES = 256 * MIB
+WARM_UP = 2
+"""Turns that are not counted: connections, page faults, imports."""
+ANSWER_SECONDS = 120.0
+
+
+class RunFailed(RuntimeError):
+    """A side failed, or a handoff was not exact; the message is the side's own."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the services are."""
+
+    store: StoreConfig
+    etcd: EtcdConfig
+
+
+@contextlib.contextmanager
+def started_services() -> Iterator[Places]:
+    """An etcd and a Mooncake master of this run's own."""
+    with services.etcd() as etcd, services.mooncake_master() as master:
+        yield Places(
+            master.config(segment_bytes=SEGMENT_BYTES, timeout=20.0), etcd.config("/bench", lease_ttl=30)
+        )
+
+
+class Run:
+    """Two sides that are connected; use as a context manager, then `size` once or more."""
+
+    def __init__(self, places: Places, damage: str = "none") -> None:
+        self._places, self._damage = places, damage
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Run:
+        with contextlib.ExitStack() as stack:
+            places = self._places
+            self._ask = stack.enter_context(_reader(places, self._damage))
+            self._ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
+            stack.callback(self._ledger.close)
+            membership, self._lease = self._ledger.run(_join(places.etcd))
+            stack.callback(lambda: self._ledger.run(_leave(membership)))
+            self._pool = MooncakePool(places.store)
+            stack.callback(self._pool.close)
+            self._bare = Bare(places.store, lend=False)
+            stack.callback(self._bare.close)
+            self._segment, self._bare_segment = self._ask("segments")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def size(self, mib: int, turns: int) -> SizeResult:
+        """Measure one size, `turns` times. Raises RunFailed."""
+        shape = shape_of(mib)
+        self._ask("shape", mib)
+        self._bare.take(shape.parts)
+        side = PublishingSide(shape, self._pool, self._ledger, OWNER, self._lease)
+        result = SizeResult(mib, shape.nbytes, shape.length)
+        try:
+            for turn in range(WARM_UP + turns):
+                if turn % 2:
+                    bare = self._bare_turn(mib, turn)
+                    handoff = self._handoff(side, turn)
+                else:
+                    handoff = self._handoff(side, turn)
+                    bare = self._bare_turn(mib, turn)
+                if turn >= WARM_UP:
+                    result.handoffs.append(handoff)
+                    result.bare.append(bare)
+        finally:
+            side.close()
+        return result
+
+    def _handoff(self, side: PublishingSide, turn: int) -> Repetition:
+        side.prepare(turn)
+        self._ask("prepare", turn)
+        published = side.publish(turn, self._segment)
+        loaded = self._ask("load", turn, published.boundary)
+        self._ask("check", turn)
+        side.release()
+        stages = {**published.stages, **_reading(loaded.stages)}
+        return Repetition(loaded.ended - published.began, stages, loaded.nbytes)
+
+    def _bare_turn(self, mib: int, turn: int) -> tuple[float, float]:
+        keys = [f"bare/{mib}/{turn}/{part}" for part in ("kda", "mla")]
+        put = self._bare.put(keys, self._bare_segment)
+        got = self._ask("bare_get", keys)
+        self._bare.remove(keys)
+        return put, got
+
+
+def _reading(stages: dict[str, float]) -> dict[str, float]:
+    """The reader's stages, told apart from the publisher's of the same name."""
+    return {f"{stage} (read)" if stage in ("digest", "checks") else stage: s for stage, s in stages.items()}
+
+
+async def _join(config: EtcdConfig) -> tuple[EtcdMembership, int]:
+    membership = EtcdMembership(config)
+    member = await membership.join(Member(OWNER, "prefill", "127.0.0.1:1", "0", "0", 0))
+    return membership, member.lease
+
+
+async def _leave(membership: EtcdMembership) -> None:
+    await membership.leave()
+    await membership.close()
+
+
+# ---- the reader's process
+
+
+@contextlib.contextmanager
+def _reader(places: Places, damage: str) -> Iterator[Any]:
+    """A reader; `ask(what, *arguments)` has it do something and returns the answer, or raises RunFailed."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_reader_main, args=(places, damage, theirs), daemon=True)
+    process.start()
+    theirs.close()
+
+    def ask(*message: Any) -> Any:
+        try:
+            ours.send(message)
+            if not ours.poll(ANSWER_SECONDS):
+                raise RunFailed(f"the reader did not answer {message[0]} within {ANSWER_SECONDS:.0f} s")
+            ok, answer = ours.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise RunFailed(f"the reader ended at {message[0]}") from error
+        if not ok:
+            raise RunFailed(answer)
+        return answer
+
+    try:
+        yield ask
+        ask("stop")
+    finally:
+        ours.close()
+        process.join(10.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _reader_main(places: Places, damage: str, pipe: Connection) -> None:
+    try:
+        pool = MooncakePool(places.store)
+        ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
+        bare = Bare(places.store, lend=True)
+        does: dict[str, Any] = {
+            "segments": lambda: (pool.segment_name, bare.segment),
+            "bare_get": bare.get,
+        }
+        sides: list[ReadingSide] = []
+
+        def take_shape(mib: int) -> None:
+            shape = shape_of(mib)
+            while sides:
+                sides.pop().close()
+            side = ReadingSide(shape, pool, ledger, damage)
+            sides.append(side)
+            bare.take(shape.parts)
+            does.update(prepare=side.prepare, load=side.load, check=side.check)
+
+        does["shape"] = take_shape
+        while True:
+            what, *arguments = pipe.recv()
+            if what == "stop":
+                break
+            pipe.send((True, does[what](*arguments)))
+        ledger.close()
+        pool.close()
+        bare.close()
+        pipe.send((True, None))
+    except EOFError:
+        pass
+    except Exception as error:
+        # Said in words: an exception of one process need not unpickle in another.
+        with contextlib.suppress(OSError):
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"))
+        time.sleep(0.1)
+    finally:
+        # The library's threads need not end by themselves.
+        os._exit(0)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two sides of a handoff, as the workers' ranks run it, without engines.
+
+The clock runs from the moment at which the state lies in the publisher's cache (a prefill's last kernel has ended) to
+the moment at which verified state lies in the reader's cache (a decode's first step may start):
+
+    publisher   gather, checks, digest, put of every object; commit of the record in etcd
+    reader      the committed record from etcd; get, digest, checks, scatter
+
+Opening the record is not on that path: it runs beside the compute. The name of the boundary goes from one side to the
+other over a pipe, where a cluster has its router.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.handoff.ledgers import SECONDS, LedgerLoop
+from benchmarks.handoff.shapes import SETS, Caches, Shape, World
+from benchmarks.handoff.spans import Spans, TimedPool, TimedView, recorded_checks
+from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
+from statestore.connector import loading, publishing
+from statestore.connector.messages import LoadJob, PublishJob, RankReport
+from statestore.pool import Pool
+
+
+class NotVerified(RuntimeError):
+    """The reader's cache does not hold what the publisher's held."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One publish: the boundary, when it began (`time.monotonic`), and seconds by stage."""
+
+    boundary: str
+    began: float
+    stages: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One load: when it ended (`time.monotonic`), seconds by stage, bytes that were read."""
+
+    ended: float
+    stages: dict[str, float]
+    nbytes: int
+
+
+class _Side:
+    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop) -> None:
+        self._shape, self._ledger = shape, ledger
+        self._caches = Caches(shape)
+        self._worlds = [World(shape, seed) for seed in range(SETS)]
+        self._spans = Spans()
+        self._pool: Any = TimedPool(pool, self._spans)
+        self._view = TimedView(self._caches.tensors, self._caches.config, shape.geometry)
+        self._view.spans = self._spans
+        self._recording = ExitStack()
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._recording.close()
+
+
+class PublishingSide(_Side):
+    """A prefill rank."""
+
+    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop, owner: str, lease: int) -> None:
+        super().__init__(shape, pool, ledger)
+        self._owner, self._lease, self._counter = owner, lease, 0
+        self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)
+        self._recording.enter_context(recorded_checks(publishing, self._spans))
+        self._record: BoundaryRecord | None = None
+
+    def prepare(self, turn: int) -> None:
+        """State into the cache, and the pending record into the ledger."""
+        sequence = turn % SETS
+        self._caches.fill(self._worlds[sequence], sequence)
+        self._counter += 1
+        epoch = Epoch(self._lease, self._counter)
+        g = self._shape.geometry
+        self._record = BoundaryRecord(
+            id=boundary_id(g.model_digest, f"{turn:08x}", epoch),
+            model_digest=g.model_digest,
+            prefix_hash=f"{turn:08x}",
+            length=self._shape.length,
+            epoch=epoch,
+            owner=self._owner,
+            geometry=g.to_json(),
+            created=time.time(),
+            ranks=(RankEntry(0),),
+        )
+        self._ledger.run(self._ledger.ledger.open(self._record))
+        self._spans.take()
+
+    def publish(self, turn: int, segment: str) -> Published:
+        """From state in the cache to a committed record."""
+        assert self._record is not None
+        record, report = self._record, RankReport(0)
+        job = PublishJob(
+            key="bench",
+            epoch=record.epoch,
+            length=record.length,
+            blocks=self._caches.tables[turn % SETS],
+            segment=segment,
+            packing_dcp=1,
+            packing_interleave=1,
+        )
+        began = time.monotonic()
+        self._publisher.publish(job, report)
+        with self._spans.span("commit"):
+            self._record = record.committed([RankEntry(0, "written", tuple(report.objects))])
+            self._ledger.run(self._ledger.ledger.commit(self._record))
+        return Published(record.id, began, self._spans.take())
+
+    def release(self) -> None:
+        """Give the objects and the record back."""
+        assert self._record is not None
+        self._pool.remove([entry.key for entry in self._record.objects()])
+        self._ledger.run(self._ledger.ledger.release(self._record.id))
+
+
+class ReadingSide(_Side):
+    """A decode rank. `damage` breaks the state before it is read: a negative control."""
+
+    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop, damage: str = "none") -> None:
+        super().__init__(shape, pool, ledger)
+        self._loader = loading.Loader(self._view, self._pool, 0, SECONDS, verify=True, damage=damage)
+        self._recording.enter_context(recorded_checks(loading, self._spans))
+
+    def prepare(self, turn: int) -> None:
+        """Nothing like state where the state will go."""
+        self._caches.poison(turn % SETS)
+        self._spans.take()
+
+    def load(self, turn: int, boundary: str) -> Loaded:
+        """From the boundary's name to verified state in the cache. Raises what the loader raises."""
+        with self._spans.span("record"):
+            record = self._ledger.run(self._ledger.ledger.get_committed(boundary))
+        if record is None:
+            raise NotVerified(f"boundary {boundary} is not committed")
+        report = RankReport(0)
+        job = LoadJob(key="bench", record=record, blocks=self._caches.tables[turn % SETS], local_tokens=0)
+        self._loader.load(job, report)
+        return Loaded(time.monotonic(), self._spans.take(), report.nbytes)
+
+    def check(self, turn: int) -> None:
+        """Compare the cache with what the publisher's held, byte by byte. Raises NotVerified."""
+        if not self._caches.holds(self._worlds[turn % SETS], turn % SETS):
+            raise NotVerified(f"turn {turn}: the reader's cache differs from the publisher's")
