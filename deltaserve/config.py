@@ -132,6 +132,17 @@ class RouterConfig(BaseModel):
     worker_wait: float = Field(
         2.0, ge=0, description="seconds a request waits for a decode worker to appear before 503"
     )
+    resume_wait: float = Field(
+        60.0, ge=0, description="seconds a stream that has begun waits for a decode worker to go on"
+    )
+    first_token_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="seconds a decode worker has for a request's first token before another one is tried",
+    )
+    token_timeout: float = Field(
+        60.0, gt=0, description="seconds between two tokens before another decode worker goes on"
+    )
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
 
 

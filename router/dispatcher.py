@@ -13,9 +13,8 @@ Crash path:
 
     no handover (policy, short prompt, no prefill worker, prefill failed or late)   the decode worker prefills; counted
     prefill worker lost before it published                                         as above: prefill_failed
-    decode worker lost before the first token                                       another one, same boundary
-    decode worker lost after the first token                                        this request ends with ERROR
-    no decode worker for `worker_wait` seconds                                      this request ends with ERROR
+    decode worker lost, or silent for too long    another one goes on from the tokens delivered (docs/recovery.md)
+    no decode worker for `worker_wait` seconds, `resume_wait` when tokens have been delivered       ends with ERROR
     client gone                                                                     Abort to whoever holds the request
     a boundary is committed after its request has gone                              released at once
     prefill worker lost after it published                  nothing to release: the worker or the sweeper removes it
@@ -30,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable
 from itertools import count
 
@@ -44,6 +42,7 @@ from deltaserve.wire import worker_pb2 as pb
 from router.cooldown import Cooldown
 from router.flight import Boundary, Flight, Stage
 from router.metrics import Metrics
+from router.outbox import Outbox
 from router.placement import (
     ANSWER_TOKENS,
     Facts,
@@ -60,12 +59,10 @@ log = logging.getLogger(__name__)
 
 MAX_FLIGHTS = 8192
 """Engine requests held at once; more are refused."""
-MAX_READY = 256
-"""Steps that may wait for vLLM's output processor before the workers' streams are held back."""
-MAX_MERGED = 2048
-"""Outputs merged into one batch when steps have piled up."""
 MAX_ATTEMPTS = 3
-"""Decode workers tried for one request."""
+"""Decode workers tried for one request without a token in between."""
+LOOK_SECONDS = 0.5
+"""Between looks at the requests' token deadlines."""
 
 
 class Overloaded(RuntimeError):
@@ -84,20 +81,22 @@ class Dispatcher:
         self._waiting: dict[str, Flight] = {}
         self._legs = count(1)
         self._cooldown = Cooldown()
-        self._ready: deque[list[EngineCoreOutput]] = deque()
-        self._some = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._outbox = Outbox()
+        self._look: asyncio.TimerHandle | None = None
+        self._held_back = 0.0
         self._closing = False
 
     def start(self) -> None:
         """Begin to follow the register and to connect to workers. Needs a running event loop."""
         self.roster.start()
+        self._look_for_late()
 
     async def close(self) -> None:
         """End every request with ABORT and close the links. Never raises."""
         self.end_all("the router is stopping")
         self._closing = True
+        if self._look is not None:
+            self._look.cancel()
         await self.roster.close()
 
     # ---- for whoever stands above
@@ -162,16 +161,7 @@ class Dispatcher:
 
     async def outputs(self) -> EngineCoreOutputs:
         """The next step's outputs; steps that have piled up come merged."""
-        ready = self._ready
-        while not ready:
-            self._some.clear()
-            await self._some.wait()
-        batch = ready.popleft()
-        while ready and len(batch) < MAX_MERGED:
-            batch.extend(ready.popleft())
-        if len(ready) < MAX_READY:
-            self._room.set()
-        return EngineCoreOutputs(outputs=batch)
+        return await self._outbox.take()
 
     def end_all(self, reason: str) -> None:
         """End every request now with ERROR; `reason` goes into their traces."""
@@ -214,7 +204,7 @@ class Dispatcher:
             self._waiting[flight.request_id] = flight
             self._stage_timer(
                 flight,
-                self.config.worker_wait,
+                self.config.resume_wait if flight.any_output else self.config.worker_wait,
                 "no_decode_worker",
                 "no decode worker could be reached in time",
             )
@@ -248,6 +238,8 @@ class Dispatcher:
             work += flight.prompt_tokens
             flight.trace.route = f"local {flight.local_reason} {decode.worker_id}"
         flight.trace.attempts += 1
+        flight.attempts += 1
+        flight.leg_output = False
         try:
             self._dispatch(flight, decode, work, Stage.DECODE, load=load, timeout=self._remaining(flight))
         except LinkDown as error:
@@ -273,7 +265,13 @@ class Dispatcher:
     ) -> None:
         leg = next(self._legs)
         add = codec.encode_add(
-            leg, flight.request, flight.sampling, publish=publish, load=load, timeout=timeout
+            leg,
+            flight.request,
+            flight.sampling,
+            publish=publish,
+            load=load,
+            timeout=timeout,
+            history=flight.history if stage is Stage.DECODE else (),
         )
         link.send(pb.ToWorker(add=add))
         flight.cancel_stage_timer()
@@ -316,6 +314,7 @@ class Dispatcher:
 
     def step(self, link: WorkerLink, outputs: list[tuple[int, EngineCoreOutput]]) -> None:
         legs = link.legs
+        now = asyncio.get_running_loop().time()
         batch: list[EngineCoreOutput] = []
         for leg, output in outputs:
             flight = legs.get(leg)
@@ -326,12 +325,17 @@ class Dispatcher:
                 continue
             output.request_id = flight.request.request_id
             reason = output.finish_reason
-            if not flight.any_output:
+            if not flight.leg_output:
                 if reason is FinishReason.ERROR:
                     self._decode_refused(flight, link)
                     continue
-                self._first_output(flight, output)
-            flight.tokens_sent += len(output.new_token_ids)
+                flight.leg_output = True
+                if flight.any_output:
+                    self._resumed(flight, output, now)
+                else:
+                    self._first_output(flight, output)
+            flight.history.extend(output.new_token_ids)
+            flight.last_output = now
             if reason is not None:
                 self._end(flight, "error" if reason is FinishReason.ERROR else "finished", str(reason))
             batch.append(output)
@@ -386,9 +390,7 @@ class Dispatcher:
             self.metrics.load_failures.labels(message.failure).inc()
 
     async def room(self) -> None:
-        if len(self._ready) >= MAX_READY:
-            self._room.clear()
-            await self._room.wait()
+        await self._outbox.room()
 
     # ---- what goes wrong
 
@@ -425,27 +427,73 @@ class Dispatcher:
         else:
             self._decode_lost(flight, link, "the worker refused the request")
 
-    def _decode_lost(self, flight: Flight, link: WorkerLink, reason: str) -> None:
-        """Another decode worker if the client has seen nothing yet; else the request ends here."""
+    def _decode_lost(
+        self, flight: Flight, link: WorkerLink, reason: str, kind: str = "decode_failed"
+    ) -> None:
+        """Another decode worker goes on from what has been delivered; the request ends when too many have failed."""
+        trace = flight.trace
+        trace.failure = trace.failure or kind
+        trace.detail = trace.detail or f"{link.worker_id}: {reason}"
         if link.up:
-            flight.failed_workers.add(
-                link.worker_id
-            )  # a lost one may come back in time, this one would fail again
-        flight.trace.failure = flight.trace.failure or "decode_failed"
-        flight.trace.detail = flight.trace.detail or f"{link.worker_id}: {reason}"
-        if flight.any_output or flight.trace.attempts >= MAX_ATTEMPTS:
-            self._fail(flight, "decode_failed", f"{link.worker_id}: {reason}")
+            # A lost worker may come back in time; this one would fail again.
+            flight.failed_workers.add(link.worker_id)
+        if flight.attempts >= MAX_ATTEMPTS:
+            self._fail(flight, kind, f"{link.worker_id}: {reason}")
             return
-        self.metrics.retries.labels("decode_failed").inc()
-        boundary = flight.boundary
-        if boundary is not None and (
-            boundary.session != boundary.publisher.session or not boundary.publisher.up
-        ):
-            flight.boundary = None  # gone with its publisher's stream
-            flight.local_reason = "prefill_failed"
-        if flight.boundary is None and not flight.local_reason:
+        self.metrics.retries.labels(kind).inc()
+        if flight.any_output:
+            log.warning(
+                "request %s: %s: %s; going on after %d tokens",
+                flight.request_id,
+                kind,
+                reason,
+                flight.tokens_sent,
+            )
+            trace.resumes += 1
+            self._drop_prompt_logprobs(flight)
+        if kind == "decode_late" or not link.up:
+            self._forget_boundary(flight)
+        elif flight.boundary is None and not flight.local_reason:
             flight.local_reason = "prefill_failed"
         self._place(flight)
+
+    def _forget_boundary(self, flight: Flight) -> None:
+        """The lost worker's memory held the boundary's bytes; the prompt is handed over anew."""
+        boundary, flight.boundary = flight.boundary, None
+        if boundary is not None:
+            if boundary.publisher.release(boundary.key, boundary.session):
+                self.metrics.releases.inc()
+            flight.local_reason = ""
+
+    def _drop_prompt_logprobs(self, flight: Flight) -> None:
+        """They have been delivered with the first output, and a prompt with them is never restored."""
+        params = flight.request.sampling_params
+        if flight.prompt_logprobs and params is not None:
+            params = params.clone()
+            params.prompt_logprobs = None
+            flight.sampling, flight.prompt_logprobs = codec.encode_sampling(params), False
+
+    def _look_for_late(self) -> None:
+        """Move requests whose decode worker has been silent for too long; once every LOOK_SECONDS."""
+        loop = asyncio.get_running_loop()
+        self._look = loop.call_later(LOOK_SECONDS, self._look_for_late)
+        now, first, next_one = loop.time(), self.config.first_token_timeout, self.config.token_timeout
+        if self._outbox.full:
+            self._held_back = now  # we do not read the workers' streams, so nobody is late
+        for flight in list(self._flights.values()):
+            link = flight.link
+            if flight.stage is not Stage.DECODE or link is None:
+                continue
+            silent = now - max(
+                flight.last_output if flight.leg_output else flight.dispatched, self._held_back
+            )
+            if silent <= (next_one if flight.leg_output else first):
+                continue
+            others = flight.failed_workers | {link.worker_id}
+            if least_outstanding(self.roster.ready("decode"), others) is None:
+                continue  # nobody could do better; it may only be slow
+            self._abort_leg(flight)
+            self._decode_lost(flight, link, f"no token for {silent:.1f} s", "decode_late")
 
     def _fail(self, flight: Flight, kind: str, detail: str) -> None:
         """End a request with ERROR; only this one, whatever happened."""
@@ -460,8 +508,7 @@ class Dispatcher:
     # ---- bookkeeping
 
     def _deliver(self, batch: list[EngineCoreOutput]) -> None:
-        self._ready.append(batch)
-        self._some.set()
+        self._outbox.put(batch)
 
     def _first_output(self, flight: Flight, output: EngineCoreOutput) -> None:
         """Complete the trace, and say which prompt tokens were cached: on the prefill side, if it computed them."""
@@ -481,6 +528,14 @@ class Dispatcher:
                 num_cached_tokens=cached,
                 num_local_cached_tokens=cached,
             )
+
+    def _resumed(self, flight: Flight, output: EngineCoreOutput, now: float) -> None:
+        """The first output of a worker that has gone on where another stopped."""
+        pause = now - flight.last_output
+        self.metrics.resume_seconds.observe(pause)
+        flight.trace.longest_pause = max(flight.trace.longest_pause, round(pause, 6))
+        flight.attempts = 1
+        output.prefill_stats = None  # the prompt's were delivered with the first token
 
     def _leave(self, flight: Flight) -> None:
         """Take a flight off its worker."""

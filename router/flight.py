@@ -70,8 +70,15 @@ class Flight:
     local_reason: str = ""
     """Set once the handover has been decided against, or has failed."""
     failed_workers: set[str] = field(default_factory=set)
-    tokens_sent: int = 0
+    history: list[int] = field(default_factory=list)
+    """Tokens delivered so far; another worker goes on after them."""
+    last_output: float = 0.0
+    """Event loop's time of the last output."""
+    attempts: int = 0
+    """Decode workers tried since the last token."""
     any_output: bool = False
+    leg_output: bool = False
+    """Whether the current worker has delivered something."""
     counted: bool = False
     """True once its route is in the metrics."""
     load_failed: bool = False
@@ -82,6 +89,10 @@ class Flight:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def tokens_sent(self) -> int:
+        return len(self.history)
 
     def cancel_stage_timer(self) -> None:
         """Stop the stage's own deadline, if it has one."""

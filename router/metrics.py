@@ -58,6 +58,12 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.resume_seconds = Histogram(
+            "deltaserve_router_resume_seconds",
+            "From the last token of a lost decode worker to the next token of another",
+            buckets=SECONDS,
+            registry=registry,
+        )
         self.links_lost = Counter(
             "deltaserve_router_links_lost", "Streams to workers that broke", ["role"], registry=registry
         )

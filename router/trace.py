@@ -50,6 +50,10 @@ class Trace:
     boundary_bytes: int = 0
     attempts: int = 0
     """Decode workers tried."""
+    resumes: int = 0
+    """How often another decode worker went on in the middle of the answer."""
+    longest_pause: float = 0.0
+    """Seconds from the last token of one worker to the first of the next."""
     output_tokens: int = 0
     published_after: float | None = None
     first_token_after: float | None = None

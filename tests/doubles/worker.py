@@ -174,7 +174,7 @@ class WorkerDouble(WorkerServicer):
             params = codec.decode_sampling(add.sampling)
             limit = params.max_tokens or 16
             tokens = expected_tokens(add.prompt, limit, self.vocabulary)
-            stream.running[add.id] = _Running(add, params, tokens)
+            stream.running[add.id] = _Running(add, params, tokens, len(add.history))
             stream.work.set()
 
     async def _publish(self, stream: _Stream, add: pb.Add) -> None:
@@ -206,7 +206,7 @@ class WorkerDouble(WorkerServicer):
                 continue
             outputs = []
             for leg, running in list(stream.running.items()):
-                if running.made == 0 and running.add.WhichOneof("handoff") == "load":
+                if running.made == len(running.add.history) and running.add.WhichOneof("handoff") == "load":
                     self._loaded(stream, running.add)
                 outputs.append((leg, self._output(running)))
                 if outputs[-1][1].finish_reason is not None:
@@ -222,13 +222,14 @@ class WorkerDouble(WorkerServicer):
 
     def _output(self, running: _Running) -> EngineCoreOutput:
         token = running.tokens[running.made]
+        first = running.made == len(running.add.history)
         running.made += 1
         output = EngineCoreOutput("", [token])
         if self.knobs.stop_after and running.made >= self.knobs.stop_after:
             output.finish_reason = FinishReason.STOP
         elif running.made >= len(running.tokens):
             output.finish_reason = FinishReason.LENGTH
-        if running.made == 1:
+        if first:
             prompt = len(running.add.prompt)
             cached = prompt - 1 if running.add.WhichOneof("handoff") == "load" else self.knobs.cached_tokens
             output.prefill_stats = PrefillStats(

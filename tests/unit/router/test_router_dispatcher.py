@@ -11,6 +11,7 @@ from vllm.v1.engine import FinishReason
 
 from deltaserve.wire import codec
 from router import dispatcher as dispatcher_module
+from router import outbox as outbox_module
 from router.dispatcher import Overloaded
 from tests.doubles.worker import WorkerDouble, expected_tokens
 from tests.unit.router.harness import cluster, until
@@ -202,7 +203,7 @@ async def test_decode_dies_before_the_first_token() -> None:
         assert await c.finish(name) == (expected_tokens(PROMPT, 6), FinishReason.LENGTH)
         assert c.trace(name)["route"] == f"handover p0 {second.worker_id}"
         assert c.trace(name)["attempts"] == 2
-        assert len(c.prefill.adds) == 1  # the boundary is still there
+        assert len(c.prefill.adds) == 2  # the boundary's bytes went with the worker
         assert c.metric("decode_retries_total", reason="decode_failed") == 1
         await c.everything_returned()
 
@@ -223,7 +224,7 @@ async def test_decode_and_prefill_both_die_before_the_first_token() -> None:
         await c.everything_returned()
 
 
-async def test_decode_dies_mid_stream_and_only_its_requests_end() -> None:
+async def test_decode_dies_mid_stream_and_another_goes_on() -> None:
     async with cluster(decode=2) as c:
         for double in c.role("decode"):
             double.knobs.step_seconds = 0.02
@@ -232,13 +233,89 @@ async def test_decode_dies_mid_stream_and_only_its_requests_end() -> None:
         victim, other = c.role("decode")
         assert (victim.held, other.held) == (1, 1)
         await victim.die()
-        results = [await c.finish(name) for name in names]
-        by_reason = {reason: (tokens, name) for (tokens, reason), name in zip(results, names, strict=True)}
-        assert set(by_reason) == {FinishReason.ERROR, FinishReason.LENGTH}
-        assert by_reason[FinishReason.LENGTH][0] == expected_tokens(PROMPT, 20)
-        trace = c.trace(by_reason[FinishReason.ERROR][1])
-        assert (trace["status"], trace["failure"]) == ("error", "decode_failed")
-        await until(lambda: len(c.prefill.released) == 2)
+        for name in names:
+            assert await c.finish(name) == (expected_tokens(PROMPT, 20), FinishReason.LENGTH)
+        traces = [c.trace(name) for name in names]
+        assert sorted(trace["resumes"] for trace in traces) == [0, 1]
+        moved = max(traces, key=lambda trace: trace["resumes"])
+        assert (moved["status"], moved["failure"]) == ("finished", "decode_failed")
+        assert moved["longest_pause"] > 0
+        assert moved["output_tokens"] == 20
+        resumed = other.adds[-1]
+        assert list(resumed.history) == expected_tokens(PROMPT, 20)[: len(resumed.history)]
+        assert len(resumed.history) >= 2
+        assert c.metric("resume_seconds_count") == 1
+        await until(lambda: len(c.prefill.released) == 3)
+        await c.everything_returned()
+
+
+async def test_a_silent_worker_is_left_and_what_it_says_later_is_dropped() -> None:
+    async with cluster(decode=2, token_timeout=0.3, first_token_timeout=0.3) as c:
+        for double in c.role("decode"):
+            double.knobs.step_seconds = 0.02
+        name = c.add(PROMPT, max_tokens=20)
+        await until(lambda: len(c.outputs[name]) >= 2)
+        victim = next(double for double in c.role("decode") if double.held)
+        victim.knobs.mute_steps = True
+        assert await c.finish(name) == (expected_tokens(PROMPT, 20), FinishReason.LENGTH)
+        victim.knobs.mute_steps = False
+        assert c.trace(name)["failure"] == "decode_late"
+        assert len(victim.aborted) == 1
+        await c.everything_returned()
+
+
+async def test_a_silent_worker_keeps_its_requests_when_nobody_else_is_there() -> None:
+    async with cluster(token_timeout=0.1, first_token_timeout=0.1) as c:
+        c.decode.knobs.mute_steps = True
+        name = c.add(PROMPT)
+        await until(lambda: c.decode.held == 1)
+        await asyncio.sleep(1.2)
+        c.decode.knobs.mute_steps = False
+        assert await c.finish(name) == (expected_tokens(PROMPT, 6), FinishReason.LENGTH)
+        assert c.trace(name)["attempts"] == 1
+
+
+async def test_a_stream_waits_for_the_only_worker_to_come_back() -> None:
+    async with cluster(resume_wait=8.0) as c:
+        c.decode.knobs.step_seconds = 0.02
+        name = c.add(PROMPT, max_tokens=20, prompt_logprobs=0)
+        await until(lambda: len(c.outputs[name]) >= 2)
+        port = c.decode.port
+        await c.decode.die()
+        await until(lambda: not c.dispatcher.roster.ready("decode"))
+        assert c.trace(name)["route"] == "waiting for a decode worker"
+        await c.decode.start(port)
+        assert await c.finish(name) == (expected_tokens(PROMPT, 20), FinishReason.LENGTH)
+        assert [bool(add.history) for add in c.decode.adds] == [False, True]
+        # The log-probs of the prompt were delivered before, so the second worker is not asked for them.
+        assert codec.decode_sampling(c.decode.adds[1].sampling).prompt_logprobs is None
+        await c.everything_returned()
+
+
+async def test_nobody_comes_back() -> None:
+    async with cluster(resume_wait=0.2) as c:
+        c.decode.knobs.step_seconds = 0.02
+        name = c.add(PROMPT, max_tokens=20)
+        await until(lambda: len(c.outputs[name]) >= 2)
+        await c.decode.die()
+        tokens, reason = await c.finish(name)
+        assert reason is FinishReason.ERROR
+        assert tokens == expected_tokens(PROMPT, 20)[: len(tokens)]
+        assert c.trace(name)["failure"] == "no_decode_worker"
+        await c.everything_returned()
+
+
+async def test_workers_that_keep_failing_end_a_stream() -> None:
+    async with cluster(decode=5, token_timeout=0.2, first_token_timeout=0.2) as c:
+        for double in c.role("decode"):
+            double.knobs.step_seconds = 0.02
+        name = c.add(PROMPT, max_tokens=20)
+        await until(lambda: len(c.outputs[name]) >= 2)
+        for double in c.role("decode"):
+            double.knobs.mute_steps = True
+        tokens, reason = await c.finish(name)
+        assert (tokens, reason) == (expected_tokens(PROMPT, 20)[: len(tokens)], FinishReason.ERROR)
+        assert sum(bool(double.adds) for double in c.role("decode")) == 3
         await c.everything_returned()
 
 
@@ -405,7 +482,7 @@ async def test_too_many_requests_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_reader_that_stalls_holds_the_workers_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "MAX_READY", 4)
+    monkeypatch.setattr(outbox_module, "MAX_READY", 4)
     async with cluster() as c:
         stalled = asyncio.Event()
 
@@ -418,7 +495,7 @@ async def test_a_reader_that_stalls_holds_the_workers_back(monkeypatch: pytest.M
         monkeypatch.setattr(c.dispatcher, "outputs", stall)
         name = c.add(PROMPT, max_tokens=500)
         await until(lambda: c.decode.held == 0 and c.decode.steps_sent > 400)
-        assert len(c.dispatcher._ready) <= 5
+        assert len(c.dispatcher._outbox) <= 5
         stalled.set()
         assert (await c.finish(name))[0] == expected_tokens(PROMPT, 500)
 

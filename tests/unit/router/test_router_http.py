@@ -64,7 +64,14 @@ class Router:
     """A router process."""
 
     def __init__(self, workers: list[WorkerDouble], **config: Any) -> None:
-        settings = {"model": str(MODEL), "port": 0, "handover_min_tokens": 20, "worker_wait": 0.5, **config}
+        settings = {
+            "model": str(MODEL),
+            "port": 0,
+            "handover_min_tokens": 20,
+            "worker_wait": 0.5,
+            "resume_wait": 3.0,
+            **config,
+        }
         members = [asdict(double.member) for double in workers]
         arguments = ["-m", "tests.doubles.router_process", json.dumps(settings), json.dumps(members)]
         self.process = subprocess.Popen(
@@ -328,6 +335,24 @@ def test_decode_dies_mid_stream_and_comes_back(router: Router, http: httpx.Clien
     workers.call(workers.decode.start(port))
     wait_until(lambda: http.get("/health").status_code == 200)
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+def test_a_stream_goes_on_when_decode_comes_back(http: httpx.Client, workers: Workers) -> None:
+    port = workers.decode.port
+    whole = http.post("/v1/completions", json={"model": "demo", "prompt": LONG, "max_tokens": 60}).json()
+    workers.decode.knobs.step_seconds = 0.02
+    body = {"model": "demo", "prompt": LONG, "max_tokens": 60, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        begun = [next(lines), next(lines), next(lines)]
+        workers.call(workers.decode.die())
+        workers.call(workers.decode.start(port))
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    parts = [json.loads(line.removeprefix("data: ")) for line in [*filter(None, begun), *rest[:-1]]]
+    assert "".join(part["choices"][0]["text"] for part in parts) == whole["choices"][0]["text"]
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
+    assert workers.decode.adds[-1].history
 
 
 def test_prefill_dies_and_comes_back(http: httpx.Client, workers: Workers) -> None:
