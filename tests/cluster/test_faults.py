@@ -32,7 +32,9 @@ HEAL_SECONDS = 60.0
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster that these tests break."""
-    config = cluster_config(tmp_path_factory.mktemp("faults"), router_options={"prefill_timeout": 8.0})
+    config = cluster_config(
+        tmp_path_factory.mktemp("faults"), router_options={"prefill_timeout": 8.0, "resume_wait": 150.0}
+    )
     with Cluster(config) as running:
         yield running
 
@@ -71,8 +73,9 @@ def locals_counted(cluster: Cluster) -> float:
 class Stream:
     """A request that runs in a thread while something breaks."""
 
-    def __init__(self, cluster: Cluster, tokens: int) -> None:
+    def __init__(self, cluster: Cluster, tokens: int, **fields: Any) -> None:
         self.pieces = 0
+        self.text = ""
         self.reason: str | None = None
         self.error: Exception | None = None
         self._client = openai.OpenAI(base_url=cluster.endpoint + "/v1", api_key="none", max_retries=0)
@@ -84,6 +87,7 @@ class Stream:
             "stream": True,
             "extra_body": {"ignore_eos": True, "kv_transfer_params": {"placement": "handover"}},
         }
+        self._arguments["extra_body"].update(fields)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         wait_until(lambda: self.pieces > 0 or not self._thread.is_alive(), 60, "the first token")
@@ -93,6 +97,7 @@ class Stream:
             for chunk in self._client.completions.create(**self._arguments):
                 self.pieces += 1
                 if chunk.choices:
+                    self.text += chunk.choices[0].text
                     self.reason = chunk.choices[0].finish_reason
         except Exception as error:
             self.error = error
@@ -178,12 +183,24 @@ def test_mooncake_master_killed_in_service(faulty: Cluster, right: dict[int, lis
     wait_until(lambda: stored_objects(faulty) == 0, 15, "the store is empty")
 
 
-def test_no_decode_worker_is_503_until_it_is_back(faulty: Cluster, right: dict[int, list[int]]) -> None:
-    stream = Stream(faulty, 2000)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 40}}, "required": ["a"]}
+STREAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5},
+    {"ignore_eos": False, "structured_outputs": {"json": SCHEMA}},
+]
+"""What must go on exactly: greedy, seeded with penalties, and under a grammar."""
+
+
+def test_without_a_decode_worker_503_and_streams_go_on_when_it_is_back(faulty: Cluster) -> None:
+    wholes = [Stream(faulty, 120, **fields) for fields in STREAMS]
+    for whole in wholes:
+        whole.end()
+    streams = [Stream(faulty, 120, **fields) for fields in STREAMS]
     faulty.kill("decode-0", hold=True)
     try:
-        stream.end(30)
-        assert stream.error is not None or stream.reason != "length", "a cut answer must not look whole"
+        before = [stream.pieces for stream in streams]
+        assert any(seen < whole.pieces for seen, whole in zip(before, wholes, strict=True)), "killed too late"
         wait_until(lambda: call(faulty.endpoint + "/health")[0] == 503, 15, "health says 503")
         body = {"model": faulty.served_model_name, "prompt": PROMPT, "max_tokens": 2}
         status, document = call(faulty.endpoint + "/v1/completions", body)
@@ -191,6 +208,11 @@ def test_no_decode_worker_is_503_until_it_is_back(faulty: Cluster, right: dict[i
     finally:
         faulty.restart("decode-0")
     faulty.wait_ready("decode-0", 120)
+    for stream, whole in zip(streams, wholes, strict=True):
+        stream.end()
+        assert (stream.error, stream.reason) == (None, whole.reason)
+        assert stream.text == whole.text, "no token lost, none repeated"
+    assert metric(faulty, "deltaserve_router_resume_seconds_count") > 0
     wait_healed(faulty)
 
 
