@@ -143,8 +143,12 @@ class WorkerLink:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             except asyncio.CancelledError:
-                self._lost("the router closed the link")
-                raise
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    self._lost("the router closed the link")
+                    raise
+                # gRPC says so too of a call that this side has cancelled, because nobody read its messages.
+                reason = "the router reset the stream"
             except LinkDown as error:
                 reason = str(error)
             except Exception as error:  # a malformed message: not this worker's stream any more
