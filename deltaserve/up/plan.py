@@ -189,10 +189,11 @@ def _etcd_config(config: ClusterConfig, ports: Ports) -> EtcdConfig:
 
 
 def crowded(config: ClusterConfig) -> bool:
-    """Whether the CPU has fewer cores than the cluster has ranks that spin.
+    """Whether the CPU has fewer cores than the cluster has ranks that compute.
 
-    vLLM's tensor-parallel ranks wait for each other spinning; with more of them than cores whatever else runs here,
-    leases and heartbeats among it, is served late, which is no reason to take anybody for dead.
+    vLLM's tensor-parallel ranks wait for each other spinning in every reduction of a step (between steps they sleep,
+    see deltaserve/engine/cpu/waiting.py); with more of them than cores whatever else runs here, leases and heartbeats
+    among it, is served late, which is no reason to take anybody for dead.
     """
     tensor_parallel = max(config.prefill_tp, config.decode_tp) > 1
     ranks = config.prefill * config.prefill_tp + config.decode * config.decode_tp
