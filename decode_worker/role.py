@@ -22,8 +22,8 @@ from deltaserve.telemetry import HANDOFF
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from statestore.boundary import BoundaryRecord
+from statestore.connector.intents import PARAMS, Intents, LoadIntent
 from statestore.connector.messages import RankReport
-from statestore.connector.scheduler_half import PARAMS, LoadIntent
 from statestore.geometry import Geometry, GeometryError
 from statestore.ledger import Ledger, LedgerError
 from statestore.pool import Pool
@@ -56,7 +56,7 @@ class DecodeRole(Role):
                 assert params is not None
                 params.extra_args = {
                     **(params.extra_args or {}),
-                    "kv_transfer_params": {PARAMS: LoadIntent(record)},
+                    "kv_transfer_params": {PARAMS: Intents(load=LoadIntent((record,)))},
                 }
         return request
 

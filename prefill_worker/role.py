@@ -33,8 +33,7 @@ from deltaserve.telemetry import HANDOFF
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
-from statestore.connector.messages import RankReport
-from statestore.connector.scheduler_half import PARAMS, PublishIntent
+from statestore.connector.intents import PARAMS, Intents, PublishIntent, PublishOutcome
 from statestore.geometry import Geometry
 from statestore.ledger import Ledger, LedgerError
 from statestore.pool import Pool, PoolError
@@ -122,34 +121,35 @@ class PrefillRole(Role):
             # The engine refused the request: no rank will ever report.
             self.on_publish_failed(job, reason)
 
-    def on_written(self, job: Job, reports: list[RankReport]) -> None:
+    def on_written(self, job: Job, outcome: PublishOutcome) -> None:
         """Every rank has reported; commit, or clean up."""
         if job.state.pop("keep", False):
-            self.background(self._settle(job, reports))
+            self.background(self._settle(job, outcome))
 
     def on_publish_failed(self, job: Job, reason: str) -> None:
         """No boundary will come of this job."""
         if job.state.pop("keep", False):
             self.background(self._fail(job, [], reason, "no_publish"))
 
-    async def _settle(self, job: Job, reports: list[RankReport]) -> None:
+    async def _settle(self, job: Job, outcome: PublishOutcome) -> None:
         record: BoundaryRecord = job.state["record"]
-        bad = [report for report in reports if report.failure]
-        if bad:
-            await self._fail(job, reports, f"rank {bad[0].rank}: {bad[0].detail}", bad[0].failure)
+        keys = [entry.key for entry in outcome.objects()]
+        if not outcome.complete:
+            await self._fail(job, keys, outcome.detail, outcome.failure)
             return
         if "ended" in job.state:
-            await self._fail(job, reports, job.state["ended"], "aborted")
+            await self._fail(job, keys, job.state["ended"], "aborted")
             return
+        reports = outcome.links[-1].reports
         try:
             committed = record.committed(
                 RankEntry(rank=report.rank, status="written", objects=tuple(report.objects))
-                for report in sorted(reports, key=lambda report: report.rank)
+                for report in reports
             )
             await job.state["open"]
             await self._ledger.commit([committed])
         except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
-            await self._fail(job, reports, f"{type(error).__name__}: {error}", "ledger")
+            await self._fail(job, keys, f"{type(error).__name__}: {error}", "ledger")
             return
         nbytes = sum(report.nbytes for report in reports)
         self._held[record.id] = committed
@@ -172,7 +172,7 @@ class PrefillRole(Role):
             )
         )
 
-    async def _fail(self, job: Job, reports: list[RankReport], reason: str, kind: str) -> None:
+    async def _fail(self, job: Job, keys: list[str], reason: str, kind: str) -> None:
         record: BoundaryRecord = job.state["record"]
         self._done(job)
         HANDOFF.failed("publish", kind)
@@ -185,7 +185,7 @@ class PrefillRole(Role):
         # The opening may still be under way, or have failed without saying whether it wrote.
         await asyncio.wait([job.state["open"]])
         job.state["open"].exception()
-        await self._give_back(record, [entry.key for report in reports for entry in report.objects])
+        await self._give_back(record, keys)
 
     def _done(self, job: Job) -> None:
         job.state["deadline"].cancel()
@@ -243,5 +243,5 @@ def _one_token(intent: PublishIntent) -> Any:
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_transfer_params": {PARAMS: intent}},
+        extra_args={"kv_transfer_params": {PARAMS: Intents(publish=intent)}},
     )

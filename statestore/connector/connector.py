@@ -41,6 +41,7 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
                 parallel.world_size,
                 parallel.decode_context_parallel_size,
                 kv_cache_config.kv_cache_groups,
+                vllm_config.speculative_config is not None,
             )
         else:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, extra)
@@ -70,15 +71,17 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta
         assert reports is None or isinstance(reports, RankReports)
-        self._sched.collect(reports, connector_output.failed_recving or set())
+        self._sched.collect(reports)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._sched.finished(request), None
+        self._sched.finished(request)
+        return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._sched.finished(request), None
+        self._sched.finished(request)
+        return False, None
 
     def has_pending_push_work(self) -> bool:
         return self._sched.pending
@@ -95,7 +98,7 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to wait for: a request is scheduled only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do layer by layer: a boundary is written when its step has ended."""
+        """Nothing to do layer by layer: a link is written when its step has ended."""
 
     def wait_for_save(self) -> None:
         self._rank.start_publishes(self._step_metadata().publish)

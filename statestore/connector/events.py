@@ -13,8 +13,8 @@ from typing import Any
 Listener = Callable[..., None]
 """`listener(name, key, *args)`; called on the engine thread, must not block.
 
-    "written"         key, list[RankReport]            every rank reported a publish (with or without failures)
-    "publish_failed"  key, reason                      no rank will write: the request ended before its last chunk
+    "written"         key, PublishOutcome              every link that went out has been reported, and none will follow
+    "publish_failed"  key, reason                      no rank has written or will: the request ended before any link
     "restored"        key, tokens, list[RankReport]    every rank reported a load; tokens: restored, 0 after a failure
 """
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's share of a load: read what it owns, check all of it, and only then write the caches.
+"""One rank's share of a load: read what it owns of a chain, check all of it, and only then write the caches.
 
 A load that fails has written nothing, so what vLLM recomputes afterwards starts from its own blocks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,9 +22,9 @@ from statestore.connector.checks import (
     check_table,
 )
 from statestore.connector.messages import LoadJob, RankReport
-from statestore.geometry import Geometry, GeometryError
+from statestore.geometry import GeometryError
 from statestore.pool import Pool
-from statestore.reshard import GeometryMismatch, Piece, ReadPlan, RecordIncomplete, plan_read
+from statestore.reshard import GeometryMismatch, Piece, ReadPlan, RecordIncomplete, plan_read_chain
 
 
 class Loader:
@@ -37,12 +39,12 @@ class Loader:
 
     def load(self, job: LoadJob, report: RankReport) -> None:
         """Restore; raises VerificationFailed, or what the pool raised."""
-        record = job.record
-        check_table(self._view, job.blocks, record.length, "load into")
-        plan = self._plan(record, job.local_tokens)
+        records = job.records
+        check_table(self._view, job.blocks, records[-1].length, "load into")
+        plan = self._plan(records, job.local_tokens)
         if self._damage != "none":
-            damaged = faults.inject(self._damage, self._pool, record, plan.pieces)
-            plan = self._plan(damaged, job.local_tokens)
+            damaged = faults.inject(self._damage, self._pool, records[-1], plan.pieces)
+            plan = self._plan((*records[:-1], damaged), job.local_tokens)
         report.nbytes = plan.nbytes
         with self._pool.staging(plan.nbytes, self._timeout) as staging:
             self._read(plan, staging)
@@ -57,17 +59,17 @@ class Loader:
             for piece, data in placed:
                 self._write(job, piece, data)
 
-    def _plan(self, record: BoundaryRecord, local_tokens: int) -> ReadPlan:
-        """What to read of a record that is what it says it is."""
+    def _plan(self, records: Sequence[BoundaryRecord], local_tokens: int) -> ReadPlan:
+        """What to read of records that are what they say they are."""
         try:
-            source = Geometry.from_json(record.geometry)
-            plan = plan_read(record, source, self._geometry, self._rank, local_tokens)
+            plan = plan_read_chain(records, self._geometry, self._rank, local_tokens)
         except GeometryMismatch as error:
             raise VerificationFailed("geometry", str(error)) from error
         except (RecordIncomplete, GeometryError) as error:
             raise VerificationFailed("record", str(error)) from error
         if self._verify:
-            check_epoch(record)
+            for record in records:
+                check_epoch(record)
         return plan
 
     def _read(self, plan: ReadPlan, staging: Bytes) -> None:

@@ -13,22 +13,37 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from statestore.boundary import BoundaryRecord, Epoch, ObjectEntry
 
+LinkName = tuple[str, int]
+"""The request's name in the engine, and the number of the link."""
+
 
 @dataclass
 class PublishJob:
-    """Write one boundary: every rank its shards."""
+    """Write one link of a publish: every rank its shards."""
 
     key: str
-    """The request's name in the engine; its blocks stay pinned until every rank has reported."""
+    """The request's name in the engine."""
     epoch: Epoch
     length: int
-    """Tokens whose state the blocks hold, N-1."""
+    """Tokens whose state the blocks hold."""
     blocks: tuple[list[int], ...]
-    """Per KV cache group: the one block with the running state (KDA), or the table (MLA)."""
+    """Per KV cache group: the one block with the state (KDA), or the table (MLA). They stay pinned until every rank has
+    reported."""
     segment: str
     """Preferred Mooncake segments, the reader's ranks in order, comma-separated; empty: the writer's own."""
     packing_dcp: int
     packing_interleave: int
+    base: int = 0
+    """MLA rows of the tokens [base, length) are written."""
+    link: int = 0
+    """Number of the link; part of the objects' keys."""
+    final: bool = True
+    """False: a checkpoint, whose KDA state the reader of the boundary does not want."""
+
+    @property
+    def name(self) -> LinkName:
+        """Names the job in reports."""
+        return self.key, self.link
 
 
 @dataclass
@@ -36,10 +51,16 @@ class LoadJob:
     """Restore one boundary: every rank the shards that it owns."""
 
     key: str
-    record: BoundaryRecord
+    records: tuple[BoundaryRecord, ...]
+    """Its chain, oldest record first, the boundary itself last."""
     blocks: tuple[list[int], ...]
     local_tokens: int
     """Tokens that this worker's own prefix cache holds: their MLA rows are not read again."""
+
+    @property
+    def name(self) -> str:
+        """Names the job in reports."""
+        return self.key
 
 
 @dataclass
@@ -67,9 +88,9 @@ class RankReport:
 
 @dataclass
 class RankReports(KVConnectorWorkerMetadata):
-    """Reports of this step: by job key, one a rank."""
+    """Reports of this step: by job, one a rank."""
 
-    publish: dict[str, list[RankReport]] = field(default_factory=dict)
+    publish: dict[LinkName, list[RankReport]] = field(default_factory=dict)
     load: dict[str, list[RankReport]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReports:
@@ -78,8 +99,8 @@ class RankReports(KVConnectorWorkerMetadata):
         merged = RankReports(
             {k: list(v) for k, v in self.publish.items()}, {k: list(v) for k, v in self.load.items()}
         )
-        for key, reports in other.publish.items():
-            merged.publish.setdefault(key, []).extend(reports)
+        for name, reports in other.publish.items():
+            merged.publish.setdefault(name, []).extend(reports)
         for key, reports in other.load.items():
             merged.load.setdefault(key, []).extend(reports)
         return merged

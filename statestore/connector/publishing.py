@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's share of a publish: gather, prove, digest, put. Called on an I/O thread while the blocks are pinned."""
+"""One rank's share of a link: gather, prove, digest, put. Called on an I/O thread while the blocks are pinned.
+
+The latent rows of every link, and all of the final one, are what the reading worker wants now, so they go straight into
+its segment. The KDA state of a checkpoint is for requests to come: it goes into the writer's own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Writes this rank's objects of one boundary after another."""
+    """Writes this rank's objects of one link after another."""
 
     def __init__(self, view: CacheView, pool: Pool, rank: int, timeout: float) -> None:
         self._view, self._pool, self._rank, self._timeout = view, pool, rank, timeout
@@ -28,9 +32,8 @@ class Publisher:
         check_table(self._view, job.blocks, job.length, "publish")
         g = self._geometry
         try:
-            for plan in plan_write(
-                g, self._rank, job.length, Packing(job.packing_dcp, job.packing_interleave)
-            ):
+            packing = Packing(job.packing_dcp, job.packing_interleave)
+            for plan in plan_write(g, self._rank, job.length, packing, job.base):
                 with self._pool.staging(plan.nbytes, self._timeout) as data:
                     if plan.group == "kda":
                         self._view.gather_heads(job.blocks, data)
@@ -45,9 +48,9 @@ class Publisher:
             raise
 
     def _put(self, job: PublishJob, report: RankReport, plan: ObjectPlan, data: Bytes) -> None:
-        key = object_key(self._geometry.model_digest, job.epoch, plan.group, self._rank)
+        key = object_key(self._geometry.model_digest, job.epoch, plan.group, self._rank, job.link)
         digests = tuple(unit_digest(data[unit.offset : unit.offset + unit.nbytes]) for unit in plan.units)
-        placement = self._pool.put(key, [data], preferred_segment=self._segment(job))
+        placement = self._pool.put(key, [data], preferred_segment=self._segment(job, plan))
         report.objects.append(
             ObjectEntry(
                 key=key,
@@ -62,8 +65,10 @@ class Publisher:
         )
         report.nbytes += data.nbytes
 
-    def _segment(self, job: PublishJob) -> str:
+    def _segment(self, job: PublishJob, plan: ObjectPlan) -> str:
         """Where to write: into the segment of the reading worker's rank that this rank's number falls on."""
+        if plan.group == "kda" and not job.final:
+            return self._pool.segment_name
         segments = job.segment.split(",")
         return segments[self._rank % len(segments)]
 

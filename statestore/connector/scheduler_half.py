@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's scheduler half: which blocks a boundary lies in, when they are pinned, when a request may run.
 
-Publish, happy path: the request's prompt is the N-1 tokens. In the step that computes the last of them,
-`build_metadata` takes the request's block table, as the cache manager holds it then, into a job. The request ends in
-that step (it samples one token that nobody reads); `finished` answers that its blocks stay pinned, and they do until
-every rank has reported, well or badly. The reports go to the service, which commits.
+Publish, happy path: the request's prompt is the N-1 tokens. In a step that ends on a block boundary far enough after
+the last link, and in the step that computes the last token, `build_metadata` takes the request's block table, as the
+cache manager holds it then, into a job, and pins its blocks. The pins go when every rank has reported that link, well
+or badly. When no link is out any more and none is to come, the service hears of all of them, and commits.
 
-Load, happy path: `matched` offers N-1 tokens, vLLM allocates, `allocated` makes the job, the request waits until every
-rank has reported; only then is it scheduled, and computes token N.
+A publish without a length is the end of an answer: its one link is made when the request has ended by itself, of
+everything that has been computed (the last token has been sampled, not computed), and goes out with the next step.
 
-Crash paths: a request that ends before its last chunk publishes nothing. A load that fails on any rank is reported to
-vLLM, which frees and reschedules the request; then `matched` offers nothing and the prompt is recomputed here. A
-request that is aborted while it loads keeps its blocks until every rank has reported (vLLM does that).
+Load, happy path: `matched` offers the boundary's tokens, vLLM allocates, `allocated` makes the job, the request waits
+until every rank has reported; only then is it scheduled, and computes what follows.
+
+Crash paths: a request that ends early sends no further link; those that are out are waited for. A load that fails on
+any rank is reported to vLLM, which frees and reschedules the request; then `matched` offers nothing, the prompt is
+computed here, and what it publishes rests on no other boundary. A request that is aborted while it loads keeps its
+blocks until every rank has reported (vLLM does that). A preempted request begins again; its pins and links stay.
 
 A recurrent block is never resolved by its position in a hash chain: align mode leaves null blocks between states, so
 the running state is the block at the position of the last computed token, and a null block there is refused here.
@@ -23,40 +27,25 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from statestore.boundary import BoundaryRecord, Epoch
 from statestore.connector.events import emit
+from statestore.connector.intents import MAX_LINKS, PARAMS, Intents, LoadIntent, PublishIntent
+from statestore.connector.links import Link, Links
 from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports, StepMetadata
+from statestore.connector.pins import Pins
+
+__all__ = ["MAX_LINKS", "PARAMS", "Intents", "LoadIntent", "PublishIntent", "SchedulerHalf"]
 
 log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
-PARAMS = "deltaserve"
-"""Key in a request's kv_transfer_params under which the service hands over an intent."""
-
-
-@dataclass
-class PublishIntent:
-    """The service's wish: publish this request's prompt as a boundary."""
-
-    epoch: Epoch
-    length: int
-    segment: str = ""
-    packing_dcp: int = 1
-    packing_interleave: int = 1
-
-
-@dataclass
-class LoadIntent:
-    """The service's wish: restore this committed boundary first."""
-
-    record: BoundaryRecord
 
 
 @dataclass
 class _Publish:
     intent: PublishIntent
     request: Any
-    sent: bool = False
+    links: Links
+    tokens: list[int]
 
 
 @dataclass
@@ -70,40 +59,63 @@ class _Load:
 class SchedulerHalf:
     """State of the boundaries that this engine writes and reads; used on the engine thread only."""
 
-    def __init__(self, worker_id: str, world_size: int, dcp: int, groups: list[Any]) -> None:
-        """`groups`: vLLM's KV cache groups, in the order of every block table; `dcp`: decode context parallel size."""
+    def __init__(
+        self, worker_id: str, world_size: int, dcp: int, groups: list[Any], speculative: bool = False
+    ) -> None:
+        """`groups`: vLLM's KV cache groups, in the order of every block table; `dcp`: decode context parallel size.
+
+        `speculative`: the engine drafts tokens, so that the running state may be ahead of the accepted ones.
+        """
         self._worker_id = worker_id
         self._world_size = world_size
+        self._speculative = speculative
         self._recurrent = [_is_recurrent(group.kv_cache_spec) for group in groups]
         # One block id of an attention group stands for block_size tokens on every DCP rank; KDA state is not divided.
         self._block_tokens = [
             group.kv_cache_spec.block_size * (dcp if group.kv_cache_spec.dcp_sharded else 1)
             for group in groups
         ]
+        self._state_tokens = next(
+            tokens for tokens, state in zip(self._block_tokens, self._recurrent, strict=True) if state
+        )
         self._cache_manager: Any = None
+        self._pins = Pins()
         self._publish: dict[str, _Publish] = {}
         self._load: dict[str, _Load] = {}
-        self._reports: dict[str, list[RankReport]] = {}
+        self._loading: dict[str, list[RankReport]] = {}
         self._new_loads: list[LoadJob] = []
+        self._new_publishes: list[PublishJob] = []
 
     def bind(self, cache_manager: Any) -> None:
-        """vLLM's cache manager; the authority on block tables."""
+        """vLLM's cache manager; the authority on block tables. Raises RuntimeError when it has changed its shape."""
+        self._pins.bind(cache_manager)
         self._cache_manager = cache_manager
 
     def added(self, request: Any) -> None:
         """A request entered the scheduler."""
-        intent = (request.kv_transfer_params or {}).get(PARAMS)
-        if isinstance(intent, PublishIntent):
-            self._publish[request.request_id] = _Publish(intent, request)
-        elif isinstance(intent, LoadIntent):
-            self._load[request.request_id] = _Load(intent, request)
+        intents = (request.kv_transfer_params or {}).get(PARAMS)
+        if not isinstance(intents, Intents):
+            return
+        if intents.publish is not None:
+            links = Links(intents.publish, self._world_size)
+            self._publish[request.request_id] = _Publish(intents.publish, request, links, [])
+        if intents.load is not None:
+            self._load[request.request_id] = _Load(intents.load, request)
+
+    # ---- load
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int, bool]:
         """Tokens that a load would bring beyond the `local_tokens` found here, and that it runs asynchronously."""
         load = self._load.get(request.request_id)
         if load is None or load.over:
             return 0, False
-        tokens = load.intent.record.length - local_tokens
+        if load.intent.length >= request.num_tokens:
+            # At least one token must be computed, and a recurrent state cannot take a token twice.
+            load.over = True
+            detail = f"a boundary of {load.intent.length} tokens for a request of {request.num_tokens}"
+            self._restored(request.request_id, 0, [RankReport(0, failure="length", detail=detail)])
+            return 0, False
+        tokens = load.intent.length - local_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], tokens: int) -> None:
@@ -116,38 +128,50 @@ class SchedulerHalf:
             emit(self._worker_id, "restored", request.request_id, 0, [])
             return
         load.tokens = tokens
-        record = load.intent.record
+        length = load.intent.length
         self._new_loads.append(
-            LoadJob(
-                request.request_id, record, self._blocks(block_ids, record.length), record.length - tokens
-            )
+            LoadJob(request.request_id, load.intent.records, self._blocks(block_ids, length), length - tokens)
         )
+
+    def _restored(self, key: str, tokens: int, reports: list[RankReport]) -> None:
+        """Every rank has reported a load; `tokens` are restored when all went well."""
+        failed = any(report.failure for report in reports)
+        publish = self._publish.get(key)
+        if failed and publish is not None:
+            publish.links.rebase()
+        emit(self._worker_id, "restored", key, 0 if failed else tokens, reports)
+
+    # ---- publish
 
     def build_metadata(self, scheduled: dict[str, int]) -> StepMetadata:
         """Jobs that start with the step that schedules `scheduled[request id]` tokens."""
-        metadata = StepMetadata(load=self._new_loads)
-        self._new_loads = []
+        metadata = StepMetadata(publish=self._new_publishes, load=self._new_loads)
+        self._new_publishes, self._new_loads = [], []
         if self._publish:
             for key, tokens in scheduled.items():
                 publish = self._publish.get(key)
-                if publish is None or publish.sent:
+                if publish is None:
                     continue
-                if publish.request.num_computed_tokens + tokens >= publish.intent.length:
-                    metadata.publish.append(self._publish_job(key, publish))
-                    publish.sent = True
+                computed = publish.request.num_computed_tokens + tokens
+                link = publish.links.due(computed, self._state_tokens)
+                if link is not None:
+                    metadata.publish.append(self._publish_job(key, publish.intent, link))
         return metadata
 
-    def _publish_job(self, key: str, publish: _Publish) -> PublishJob:
-        intent = publish.intent
-        blocks = self._blocks(self._cache_manager.get_block_ids(key), intent.length)
+    def _publish_job(self, key: str, intent: PublishIntent, link: Link) -> PublishJob:
+        blocks = self._blocks(self._cache_manager.get_block_ids(key), link.length)
+        self._pins.pin((key, link.number), key, self._spans(link.base, link.length))
         return PublishJob(
             key,
             intent.epoch,
-            intent.length,
+            link.length,
             blocks,
             intent.segment,
             intent.packing_dcp,
             intent.packing_interleave,
+            link.base,
+            link.number,
+            link.final,
         )
 
     def _blocks(self, tables: tuple[list[int], ...], length: int) -> tuple[list[int], ...]:
@@ -162,48 +186,86 @@ class SchedulerHalf:
             blocks.append(chosen)
         return tuple(blocks)
 
-    def collect(self, reports: RankReports | None, failed_loads: set[str]) -> None:
+    def _spans(self, base: int, length: int) -> list[tuple[int, int]]:
+        """Per group the positions, first and last, of the blocks that a link of [base, length) is read from."""
+        spans = []
+        for recurrent, tokens in zip(self._recurrent, self._block_tokens, strict=True):
+            last = -(-length // tokens) - 1
+            spans.append((last if recurrent else base // tokens, last))
+        return spans
+
+    def collect(self, reports: RankReports | None) -> None:
         """Reports of the ranks from the step just ended."""
         if reports is None:
             return
-        for key, of_ranks in reports.publish.items():
-            done = self._reports.setdefault(key, [])
-            done.extend(of_ranks)
-            if len(done) == self._world_size:
-                del self._reports[key]
-                self._publish.pop(key, None)
-                emit(self._worker_id, "written", key, done)
+        for (key, number), of_ranks in reports.publish.items():
+            publish = self._publish[key]
+            if publish.links.report(number, of_ranks):
+                self._pins.unpin((key, number))
+                self._settle(key, publish)
         for key, of_ranks in reports.load.items():
-            done = self._reports.setdefault(key, [])
+            done = self._loading.setdefault(key, [])
             done.extend(of_ranks)
             if len(done) == self._world_size:
-                del self._reports[key]
+                del self._loading[key]
                 load = self._load.get(key)
-                tokens = load.tokens if load is not None else 0
-                failed = any(report.failure for report in done)
-                emit(self._worker_id, "restored", key, 0 if failed else tokens, done)
+                self._restored(key, load.tokens if load is not None else 0, done)
 
-    def finished(self, request: Any) -> bool:
-        """The request ended; True: its blocks stay pinned until the worker half reports them sent."""
+    def _settle(self, key: str, publish: _Publish) -> None:
+        """Tell the service once nothing is out and nothing will follow."""
+        if publish.links.over:
+            del self._publish[key]
+            emit(self._worker_id, "written", key, publish.links.outcome(publish.tokens))
+
+    def finished(self, request: Any) -> None:
+        """The request ended; called before its blocks are freed. Pins keep those that are still read."""
         key = request.request_id
         self._load.pop(key, None)
         self._new_loads = [job for job in self._new_loads if job.key != key]
         publish = self._publish.get(key)
         if publish is None:
-            return False
-        if not publish.sent:
+            return
+        reason = "the request ended before its last prompt token"
+        if publish.intent.length is None:
+            reason = self._publish_answer(key, publish)
+        publish.links.close()
+        if not publish.links.started:
             del self._publish[key]
-            emit(self._worker_id, "publish_failed", key, "the request ended before its last prompt token")
-            return False
-        return True
+            emit(self._worker_id, "publish_failed", key, reason)
+        else:
+            self._settle(key, publish)
+
+    def _publish_answer(self, key: str, publish: _Publish) -> str:
+        """Make the link of an answer that has just ended; returns why there is none."""
+        request = publish.request
+        if not _ended_by_itself(request):
+            return "the request was aborted"
+        if self._speculative:
+            return "speculation"
+        if request.num_in_flight_tokens:
+            # A step scheduled ahead moves the running state on.
+            return "a further step of the request is in flight"
+        length = request.num_computed_tokens
+        link = publish.links.finish(length)
+        if link is None:
+            return "nothing to publish"
+        publish.tokens = list(request.all_token_ids[:length])
+        self._new_publishes.append(self._publish_job(key, publish.intent, link))
+        return ""
 
     @property
     def pending(self) -> bool:
-        """True while a publish is out: the engine must keep stepping to collect the reports."""
-        return any(publish.sent for publish in self._publish.values())
+        """True while a link is out: the engine must keep stepping to collect the reports."""
+        return bool(self._pins)
 
 
 def _is_recurrent(spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return isinstance(spec, MambaSpec)
+
+
+def _ended_by_itself(request: Any) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

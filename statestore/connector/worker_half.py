@@ -47,7 +47,6 @@ class WorkerHalf:
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-io")
         self._lock = threading.Lock()
         self._reports = RankReports()
-        self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
@@ -82,22 +81,23 @@ class WorkerHalf:
             publish(job, report)
 
         for job in jobs:
-            self._threads.submit(self._run, job, run, self._sent, self._publish_reports)
+            self._threads.submit(self._publish, job, run)
 
     def start_loads(self, jobs: list[LoadJob]) -> None:
         """Start reading; returns at once."""
         for job in jobs:
             assert self._loader is not None
-            self._threads.submit(self._run, job, self._loader.load, self._received, self._load_reports)
+            self._threads.submit(self._load, job, self._loader.load)
 
     def results(self) -> Any:
         """vLLM's view of what has ended since the last step."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         with self._lock:
-            result = KVConnectorTransferResults(set(self._sent), set(self._received), set(self._failed))
-            for ended in (self._sent, self._received, self._failed):
-                ended.clear()
+            # Nothing is ever "sent" in vLLM's sense: pins (pins.py) keep the blocks of a publish, not its request.
+            result = KVConnectorTransferResults(set(), set(self._received), set(self._failed))
+            self._received.clear()
+            self._failed.clear()
         return result
 
     def take_reports(self) -> RankReports | None:
@@ -116,32 +116,31 @@ class WorkerHalf:
 
     # ---- I/O threads
 
-    def _publish_reports(self) -> dict[str, list[RankReport]]:
-        return self._reports.publish
+    def _publish(self, job: PublishJob, work: Callable[[Any, RankReport], None]) -> None:
+        report = self._report(job, work)
+        with self._lock:
+            self._reports.publish.setdefault(job.name, []).append(report)
 
-    def _load_reports(self) -> dict[str, list[RankReport]]:
-        return self._reports.load
+    def _load(self, job: LoadJob, work: Callable[[Any, RankReport], None]) -> None:
+        report = self._report(job, work)
+        with self._lock:
+            self._received.add(job.key)
+            if report.failure:
+                self._failed.add(job.key)
+            self._reports.load.setdefault(job.name, []).append(report)
 
-    def _run(
-        self,
-        job: Any,
-        work: Callable[[Any, RankReport], None],
-        ended: set[str],
-        reports: Callable[[], dict[str, list[RankReport]]],
-    ) -> None:
+    def _report(self, job: Any, work: Callable[[Any, RankReport], None]) -> RankReport:
         began = time.monotonic()
         report = RankReport(self._rank)
         try:
             work(job, report)
         except Exception as error:
             report.failure, report.detail = failure_kind(error), f"{type(error).__name__}: {error}"
-            log.warning("rank %d, job %s failed (%s): %s", self._rank, job.key, report.failure, report.detail)
+            log.warning(
+                "rank %d, job %s failed (%s): %s", self._rank, job.name, report.failure, report.detail
+            )
         report.seconds = time.monotonic() - began
-        with self._lock:
-            ended.add(job.key)
-            if report.failure and ended is self._received:
-                self._failed.add(job.key)
-            reports().setdefault(job.key, []).append(report)
+        return report
 
 
 def failure_kind(error: Exception) -> str:

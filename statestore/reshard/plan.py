@@ -18,7 +18,8 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from statestore.boundary import BoundaryRecord, Group, ObjectEntry
+from statestore.boundary import BoundaryInvalid, BoundaryRecord, Group, ObjectEntry
+from statestore.checkpoints.chain import check_chain
 from statestore.geometry import Geometry
 from statestore.reshard.compat import compatible
 from statestore.reshard.objects import (
@@ -166,36 +167,13 @@ def plan_read_chain(
     )
 
 
-def check_chain(records: Sequence[BoundaryRecord]) -> None:
-    """Raise RecordIncomplete, naming the record, unless these are the last one's parents and itself, without a gap.
-
-    ValueError for no record at all.
-    """
-    if not records:
-        raise ValueError("records: a chain has at least one record")
-    last = records[-1]
-    end = 0
-    for record in records:
-        if record.model_digest != last.model_digest:
-            raise RecordIncomplete(
-                f"boundary {record.id} of the chain of {last.id} is of model {record.model_digest}, "
-                f"the others are of {last.model_digest}"
-            )
-        if record.base != end:
-            raise RecordIncomplete(
-                f"boundary {record.id} of the chain of {last.id} has rows from token {record.base} on; "
-                f"the records before it end at {end}"
-            )
-        end = record.length
-    named = tuple(record.id for record in records[:-1])
-    if named != last.parents:
-        raise RecordIncomplete(f"boundary {last.id} has the parents {last.parents}; the chain has {named}")
-
-
 def _plan(
     chain: Sequence[tuple[BoundaryRecord, Geometry]], target: Geometry, rank: int, local_tokens: int
 ) -> ReadPlan:
-    check_chain([record for record, _ in chain])
+    try:
+        check_chain([record for record, _ in chain])
+    except BoundaryInvalid as error:
+        raise RecordIncomplete(str(error)) from error
     last = chain[-1][0]
     for record, source in chain:
         compatible(source, target)

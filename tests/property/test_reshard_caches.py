@@ -74,7 +74,7 @@ def load(
         view = CacheView(rank_caches.caches, rank_caches.config, dataclasses.replace(g, **(seen or {})))
         report = RankReport(rank)
         Loader(view, pool, rank, 5.0, True, "none").load(
-            LoadJob("k", record, tables, case.local_tokens), report
+            LoadJob("k", (record,), tables, case.local_tokens), report
         )
         assert (rank_caches.memory == expected.memory).all(), "the caches differ"
         moved += report.nbytes

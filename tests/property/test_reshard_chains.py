@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from statestore.boundary import BoundaryRecord
+from statestore.checkpoints.chain import check_chain
 from statestore.geometry import Geometry, GeometryError
 from statestore.reshard import (
     GeometryMismatch,
@@ -20,7 +21,6 @@ from statestore.reshard import (
     Packing,
     ReadPlan,
     RecordIncomplete,
-    check_chain,
     plan_read,
     plan_read_chain,
     plan_write,
@@ -110,12 +110,13 @@ def _records() -> list[BoundaryRecord]:
 @pytest.mark.parametrize(
     ("chosen", "named"),
     [
-        ([0, 2], "b2 of the chain of b2 has rows from token 277 on; the records before it end at 160"),
-        ([1, 2], "b1 of the chain of b2 has rows from token 160 on; the records before it end at 0"),
-        ([2], "b2 of the chain of b2 has rows from token 277 on; the records before it end at 0"),
-        ([1, 0, 2], "b1 of the chain of b2"),
-        ([0, 1, 1, 2], "b1 of the chain of b2 has rows from token 160 on; the records before it end at 277"),
-        ([0, 0], "b0 of the chain of b0"),
+        ([0, 2], "b2: parents"),
+        ([1, 2], r"\['b1', 'b2'\] must start at token 0"),
+        ([2], r"\['b2'\] must start at token 0"),
+        ([1, 0, 2], r"\['b1', 'b0', 'b2'\] must start at token 0"),
+        ([0, 1, 1, 2], "b1: parents"),
+        ([0, 0], "b0: parents"),
+        ([], "must start at token 0"),
     ],
 )
 def test_ranges_that_do_not_join(chosen: list[int], named: str) -> None:
@@ -128,7 +129,7 @@ def test_ranges_that_do_not_join(chosen: list[int], named: str) -> None:
 def test_a_base_that_is_not_where_the_parents_end() -> None:
     records = _records()
     other = dataclasses.replace(records[2], base=276)
-    with pytest.raises(RecordIncomplete, match="b2 of the chain of b2 has rows from token 276"):
+    with pytest.raises(RecordIncomplete, match="b2: base: 276 must be the length 277 of b1"):
         plan_read_chain([*records[:2], other], LINKS[0].target, 0)
 
 
@@ -145,14 +146,14 @@ def test_another_base_than_was_written() -> None:
 def test_parents_of_another_chain() -> None:
     records = _records()
     other = dataclasses.replace(records[2], parents=("b0", "c1"))
-    with pytest.raises(RecordIncomplete, match="b2 has the parents"):
+    with pytest.raises(RecordIncomplete, match="b2: parents"):
         plan_read_chain([*records[:2], other], LINKS[0].target, 0)
 
 
 def test_a_parent_of_another_model() -> None:
     records = _records()
     other = dataclasses.replace(records[1], model_digest="e" * 32)
-    with pytest.raises(RecordIncomplete, match=f"b1 of the chain of b2 is of model {'e' * 32}"):
+    with pytest.raises(RecordIncomplete, match="b1: model_digest"):
         plan_read_chain([records[0], other, records[2]], LINKS[0].target, 0)
 
 
@@ -183,9 +184,14 @@ def test_a_record_that_lacks_an_object_or_a_rank(number: int) -> None:
         plan_read_chain(records, LINKS[0].target, 0)
 
 
-def test_no_record_and_impossible_bases() -> None:
-    with pytest.raises(ValueError, match="at least one record"):
-        plan_read_chain([], LINKS[0].target, 0)
+def test_a_parent_that_may_go_with_its_request() -> None:
+    records = _records()
+    records[1] = dataclasses.replace(records[1], reusable=False)
+    with pytest.raises(RecordIncomplete, match="'b1' must not be a parent"):
+        plan_read_chain(records, LINKS[0].target, 0)
+
+
+def test_impossible_bases() -> None:
     with pytest.raises(ValueError, match="base=7 is outside"):
         plan_write(geometry(tp=1), 0, 7, None, 7)
     with pytest.raises(ValueError, match="base=-1 is outside"):

@@ -16,6 +16,8 @@ from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from prefill_worker.role import PrefillRole
 from statestore.boundary import ObjectEntry, object_key
+from statestore.connector.intents import PARAMS, PublishIntent, PublishOutcome
+from statestore.connector.links import Links
 from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry
 from tests.doubles.ledger import LedgerDouble
@@ -106,9 +108,25 @@ class PrefillHarness:
         joined = await self.membership.join(member)
         await self.role.on_lease(joined.lease)
 
+    def intent(self, request: Any) -> PublishIntent:
+        """What the role asks of the connector."""
+        publish = request.sampling_params.extra_args["kv_transfer_params"][PARAMS].publish
+        assert isinstance(publish, PublishIntent)
+        return publish
+
+    def outcome(self, request: Any, *reports: RankReport) -> PublishOutcome:
+        """What the connector says when these ranks have reported the only link."""
+        intent = self.intent(request)
+        assert intent.length is not None
+        links = Links(intent, len(reports))
+        link = links.due(intent.length, 16)
+        assert link is not None
+        links.report(link.number, list(reports))
+        return links.outcome([])
+
     def written(self, request: Any, rank: int = 0, failure: str = "") -> RankReport:
         """What a rank reports after it has written its two objects (they are really in the store)."""
-        intent = request.sampling_params.extra_args["kv_transfer_params"]["deltaserve"]
+        intent = self.intent(request)
         report = RankReport(rank, failure=failure, detail=failure and f"{failure} on purpose")
         for group in ("kda", "mla") if not failure else ():
             key = object_key(MODEL, intent.epoch, group, rank)

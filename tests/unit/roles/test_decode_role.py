@@ -32,7 +32,7 @@ class Case:
         await self.prefill.join()
         j = job(stream, PROMPT, publish=pb.Publish())
         request = await self.prefill.role.prepare(j)
-        self.prefill.role.on_written(j, [self.prefill.written(request)])
+        self.prefill.role.on_written(j, self.prefill.outcome(request, self.prefill.written(request)))
         return (await stream.next()).published.boundary
 
     async def load(self, boundary: str, prompt: list[int] = PROMPT) -> tuple[Job, Any]:
@@ -53,9 +53,9 @@ async def test_a_committed_boundary_of_this_prompt_is_loaded() -> None:
     case = Case()
     boundary = await case.publish()
     j, request = await case.load(boundary)
-    intent = _intent(request)
+    intent = _intent(request).load
     assert isinstance(intent, LoadIntent)
-    assert intent.record.id == boundary
+    assert [record.id for record in intent.records] == [boundary]
     assert request.prompt_token_ids == PROMPT
     case.role.on_restored(j, len(PROMPT) - 1, [RankReport(0, nbytes=10), RankReport(1, nbytes=10)])
     message = await case.stream.next()

@@ -26,7 +26,7 @@ async def test_a_publish_computes_n_minus_1_tokens_and_commits_in_two_writes() -
     assert request.prompt_token_ids == PROMPT[:-1]
     assert request.sampling_params.max_tokens == 1
     assert j.silent
-    h.role.on_written(j, [h.written(request, 1), h.written(request, 0)])
+    h.role.on_written(j, h.outcome(request, h.written(request, 1), h.written(request, 0)))
     message = await stream.next()
     assert message.published.committed
     assert message.published.length == len(PROMPT) - 1
@@ -42,7 +42,7 @@ async def test_a_publish_computes_n_minus_1_tokens_and_commits_in_two_writes() -
 async def test_release_removes_objects_and_record() -> None:
     h, stream = PrefillHarness(), Stream()
     j, request = await _prepared(h, stream)
-    h.role.on_written(j, [h.written(request)])
+    h.role.on_written(j, h.outcome(request, h.written(request)))
     boundary = (await stream.next()).published.boundary
     assert h.store.objects, "the control: there is something to remove"
     await h.role.release([boundary])
@@ -54,7 +54,9 @@ async def test_release_removes_objects_and_record() -> None:
 async def test_a_rank_that_fails_aborts_the_boundary_and_removes_its_siblings_objects() -> None:
     h, stream = PrefillHarness(tp=2), Stream()
     j, request = await _prepared(h, stream)
-    h.role.on_written(j, [h.written(request, 0), h.written(request, 1, failure="null_state")])
+    h.role.on_written(
+        j, h.outcome(request, h.written(request, 0), h.written(request, 1, failure="null_state"))
+    )
     message = await stream.next()
     assert not message.published.committed
     assert "null_state" in message.published.error
@@ -68,7 +70,7 @@ async def test_nothing_becomes_visible_after_the_lease_was_lost() -> None:
     j, request = await _prepared(h, stream)
     await asyncio.sleep(0)
     await h.register.expire("prefill-a")
-    h.role.on_written(j, [h.written(request)])
+    h.role.on_written(j, h.outcome(request, h.written(request)))
     assert not (await stream.next()).published.committed
     await _settle(h)
     assert not h.store.objects
@@ -79,7 +81,7 @@ async def test_a_ledger_that_is_away_fails_the_publish_and_the_objects_go() -> N
     h, stream = PrefillHarness(), Stream()
     j, request = await _prepared(h, stream)
     h.ledger.commit_fails = 1
-    h.role.on_written(j, [h.written(request)])
+    h.role.on_written(j, h.outcome(request, h.written(request)))
     assert not (await stream.next()).published.committed
     await _settle(h)
     assert not h.store.objects
@@ -92,7 +94,7 @@ async def test_what_cannot_be_given_back_now_is_given_back_later() -> None:
     report = h.written(request)
     await j.state["open"]
     await h.register.set_away(True)
-    h.role.on_written(j, [report])
+    h.role.on_written(j, h.outcome(request, report))
     assert not (await stream.next()).published.committed
     assert h.ledger.records, "the control: etcd is away, the record is still there"
     await h.register.set_away(False)
@@ -106,7 +108,7 @@ async def test_an_aborted_request_is_cleaned_up_when_its_ranks_have_reported() -
     j, request = await _prepared(h, stream)
     h.role.on_end(j, "aborted")
     assert not stream.sent, "its blocks are still being written: nothing to say yet"
-    h.role.on_written(j, [h.written(request)])
+    h.role.on_written(j, h.outcome(request, h.written(request)))
     assert not (await stream.next()).published.committed
     await _settle(h)
     assert not h.store.objects
@@ -123,7 +125,7 @@ async def test_ranks_that_never_report_run_into_the_deadline() -> None:
     assert "deadline" in message.published.error
     await _settle(h)
     # Late objects of that publish have an epoch that nobody will read, and go with the worker or the sweeper.
-    h.role.on_written(j, [h.written(request)])
+    h.role.on_written(j, h.outcome(request, h.written(request)))
     assert not stream.sent
     assert not h.ledger.records
 
@@ -136,7 +138,7 @@ async def test_epochs_are_never_reused_and_follow_the_lease() -> None:
         if lease_changes:
             await h.register.expire("prefill-a", come_back=True)
         request = await h.role.prepare(job(stream, PROMPT, publish=pb.Publish()))
-        epochs.append(request.sampling_params.extra_args["kv_transfer_params"]["deltaserve"].epoch)
+        epochs.append(request.sampling_params.extra_args["kv_transfer_params"]["deltaserve"].publish.epoch)
     assert len({str(epoch) for epoch in epochs}) == 3
     assert epochs[0].lease == epochs[1].lease != epochs[2].lease
 

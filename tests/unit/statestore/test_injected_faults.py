@@ -52,7 +52,7 @@ def load(handoff: Handoff, kind: str, verify: bool = True) -> str:
     loader = Loader(view, handoff.pool, 0, 1.0, verify, kind)
     tables = caches.tables(handoff.case.length, 5)
     try:
-        loader.load(LoadJob("k", handoff.record, tables, 0), RankReport(0))
+        loader.load(LoadJob("k", (handoff.record,), tables, 0), RankReport(0))
     except Exception as error:
         assert (caches.memory == before).all(), "a failed load has written into the caches"
         return failure_kind(error)

@@ -88,7 +88,7 @@ class Handoff:
         self.before = caches.memory.copy()
         self.loading = caches
         Loader(view, self.pool, rank, 1.0, verify, "none").load(
-            LoadJob("k", record, tables, changes.pop("local", 0)), RankReport(rank)
+            LoadJob("k", (record,), tables, changes.pop("local", 0)), RankReport(rank)
         )
         return caches
 
