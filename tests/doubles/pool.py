@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from statestore.bounded_calls import BoundedCalls
 from statestore.pool import (
     Bytes,
     KeyExists,
@@ -35,13 +37,16 @@ class Stored:
     segment: str
     sealed: bool = False
     written: int = 0
+    writer: object = None
+    """The pool that reserved it; what it has not sealed goes when it closes."""
 
 
 @dataclass
 class Store:
     """What several `PoolDouble`s share: the objects, room for them by segment, and faults to inject.
 
-    `before` is called with (operation, key) at the start of every call, without the lock: let it sleep or raise.
+    `before` is called with (operation, key) at the start of every call, without the lock: let it sleep or raise. The
+    key of the operation "staging" is the segment of the pool that is asked. `calls` counts the operations.
     """
 
     objects: dict[str, Stored] = field(default_factory=dict)
@@ -49,6 +54,7 @@ class Store:
     away: bool = False
     before: Callable[[str, str], None] = lambda operation, key: None
     lock: threading.RLock = field(default_factory=threading.RLock)
+    calls: Counter[str] = field(default_factory=Counter)
 
     @property
     def used(self) -> int:
@@ -109,7 +115,7 @@ class PoolDouble(Pool):
                 raise KeyExists(f"reserve {key}: exists")
             for segment in (preferred_segment, *self.store.room):
                 if self._left(segment) >= nbytes:
-                    self.store.objects[key] = Stored(np.zeros(nbytes, np.uint8), segment)
+                    self.store.objects[key] = Stored(np.zeros(nbytes, np.uint8), segment, writer=self)
                     return Reservation(key, nbytes, preferred_segment)
         raise PoolFull(f"reserve {key}: no segment has room for {nbytes} bytes")
 
@@ -189,14 +195,24 @@ class PoolDouble(Pool):
     def staging(self, nbytes: int, timeout: float) -> Iterator[Bytes]:
         if self._closed:
             raise PoolClosed("staging: the pool has been closed")
+        self.store.calls["staging"] += 1
+        self.store.before("staging", self._segment)
         with self._staging.slice(nbytes, timeout) as view:
             yield view
+
+    @property
+    def staging_free(self) -> int:
+        """Bytes of staging memory that nobody has, and no late call may touch."""
+        return self._staging.free_bytes
 
     def close(self, timeout: float = 5.0) -> None:
         if not self._closed:
             self._closed = True
             self._staging.close()
             self.store.lose(self._segment)
+            with self.store.lock:
+                for key in [k for k, o in self.store.objects.items() if o.writer is self and not o.sealed]:
+                    del self.store.objects[key]
 
     # ---- inside
 
@@ -206,6 +222,7 @@ class PoolDouble(Pool):
         if self.store.away:
             time.sleep(0.001)
             raise PoolUnavailable(f"{operation} {key}: the store is away")
+        self.store.calls[operation] += 1
         self.store.before(operation, key)
 
     def _left(self, segment: str) -> int:
@@ -237,3 +254,34 @@ class PoolDouble(Pool):
                 raise ValueError("a buffer lies outside registered memory; use staging or register")
             if offset < 0 or (limit is not None and offset + buffer.nbytes > limit):
                 raise SizeMismatch(f"bytes {offset} to {offset + buffer.nbytes} of an object of {limit}")
+
+
+class DeadlinePool(PoolDouble):
+    """A pool double whose transfers run in `BoundedCalls`, as the real one's: they have a deadline, and what comes late
+    goes on behind the caller's back and writes into its buffers."""
+
+    def __init__(
+        self, store: Store, segment_bytes: int = 64 << 20, staging_bytes: int = 4 << 20, timeout: float = 5.0
+    ) -> None:
+        self._timeout = timeout
+        self._calls = BoundedCalls("pool-double", threads=8)
+        super().__init__(store, segment_bytes, staging_bytes)
+
+    def write(self, reservation: Reservation, pieces: Pieces, timeout: float | None = None) -> None:
+        buffers = [buffer for _, buffer in pieces]
+        self._bounded("write", lambda: super(DeadlinePool, self).write(reservation, pieces), timeout, buffers)
+
+    def get_into(self, key: str, buffers: Sequence[Bytes], timeout: float | None = None) -> None:
+        self._bounded("get", lambda: super(DeadlinePool, self).get_into(key, buffers), timeout, buffers)
+
+    def get_ranges(self, key: str, pieces: Pieces, timeout: float | None = None) -> None:
+        buffers = [buffer for _, buffer in pieces]
+        self._bounded("get", lambda: super(DeadlinePool, self).get_ranges(key, pieces), timeout, buffers)
+
+    def busy(self, buffer: Bytes) -> bool:
+        return self._calls.busy(buffer)
+
+    def _bounded(
+        self, what: str, work: Callable[[], None], timeout: float | None, buffers: Sequence[Bytes]
+    ) -> None:
+        self._calls.run(what, work, self._timeout if timeout is None else timeout, buffers)
