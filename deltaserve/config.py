@@ -89,9 +89,32 @@ class WorkerConfig(BaseModel):
         default_factory=dict, description="further vLLM engine arguments, as JSON"
     )
     load_timeout: float = Field(30.0, gt=0, description="seconds a boundary may take to load")
+    checkpoint_tokens: int = Field(
+        512,
+        ge=0,
+        description="least distance of two checkpoints that a prefill leaves in the store, tokens; 0: it leaves none",
+    )
+    checkpoint_min_tokens: int = Field(
+        128,
+        ge=1,
+        description="shortest prompt and answer whose end a decode worker keeps in the store, tokens",
+    )
+    checkpoint_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="bytes of checkpoints this worker keeps in the store; empty: half of store_segment_bytes; "
+        "0: it keeps none",
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none")
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
     store: StoreConfig = Field(default_factory=lambda: StoreConfig())
+
+    @property
+    def checkpoint_limit(self) -> int:
+        """Bytes of checkpoints that this worker keeps."""
+        if self.checkpoint_bytes is None:
+            return self.store.segment_bytes // 2
+        return self.checkpoint_bytes
 
     @model_validator(mode="after")
     def _dcp_fits(self) -> Self:
@@ -124,6 +147,9 @@ class RouterConfig(BaseModel):
     )
     handover_min_tokens: int = Field(
         256, ge=2, description="shortest prompt that is handed over under placement auto"
+    )
+    policy: Literal["least", "prefix", "price"] = Field(
+        "least", description="how workers are chosen, and which prompts are handed over under placement auto"
     )
     prefill_timeout: float = Field(
         120.0, gt=0, description="seconds a prefill may take before the prompt goes to a decode worker"

@@ -39,12 +39,14 @@ from deltaserve.config import RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
+from router import policy
 from router.cooldown import Cooldown
 from router.flight import Boundary, Flight, Stage
 from router.metrics import Metrics
 from router.outbox import Outbox
 from router.placement import (
     ANSWER_TOKENS,
+    HANDOVER_FAILED,
     Facts,
     InvalidPlacement,
     least_outstanding,
@@ -81,6 +83,7 @@ class Dispatcher:
         self._waiting: dict[str, Flight] = {}
         self._legs = count(1)
         self._cooldown = Cooldown()
+        self.policy = policy.make(config.policy, config.handover_min_tokens)
         self._outbox = Outbox()
         self._look: asyncio.TimerHandle | None = None
         self._held_back = 0.0
@@ -126,6 +129,7 @@ class Dispatcher:
         placement = override or self.config.placement
         flight = Flight(
             request=request,
+            prompt=policy.Prompt(request.prompt_token_ids, request.cache_salt or ""),
             sampling=codec.encode_sampling(params),
             prompt_tokens=prompt_tokens,
             answer_tokens=min(params.max_tokens or ANSWER_TOKENS, ANSWER_TOKENS),
@@ -176,25 +180,37 @@ class Dispatcher:
     # ---- placing
 
     def _place(self, flight: Flight) -> None:
-        decode = least_outstanding(self.roster.ready("decode"), flight.failed_workers)
-        if decode is None:
+        first = least_outstanding(self.roster.ready("decode"), flight.failed_workers)
+        if first is None:
             self._wait(flight)
             return
-        reason: str | None = flight.local_reason or None
-        if reason is None:
-            facts = Facts(flight.prompt_tokens, flight.prompt_logprobs, flight.placement)
-            reason = local_reason(facts, self.config.handover_min_tokens)
-        if reason is None and flight.boundary is None:
-            digest = decode.description.model_digest
+        digest = first.description.model_digest
+        decodes = [
+            worker
+            for worker in self.roster.ready("decode")
+            if worker.description.model_digest == digest and worker.worker_id not in flight.failed_workers
+        ]
+        facts = Facts(flight.prompt_tokens, flight.prompt_logprobs, flight.placement)
+        failed = flight.local_reason if flight.local_reason in HANDOVER_FAILED else ""
+        reason = failed or local_reason(facts) or ""
+        able: list[WorkerLink] = []
+        if not reason and flight.boundary is None:
             able = [p for p in self.roster.ready("prefill") if p.description.model_digest == digest]
-            prefill = least_outstanding(p for p in able if self._cooldown.allows(p.worker_id))
-            if prefill is not None:
-                self._prefill(flight, prefill, decode)
-                return
-            reason = "prefill_failed" if able else "no_prefill_worker"
-        if reason is not None:
+        prefills = [worker for worker in able if self._cooldown.allows(worker.worker_id)]
+        forced = bool(reason) or flight.boundary is not None or flight.placement == "handover"
+        flight.prompt.state_bytes = first.state_bytes_of(flight.prompt_tokens - 1)
+        choice = self.policy.choose(flight.prompt, decodes, prefills, forced)
+        assert choice is not None, "there is a decode worker"
+        if choice.prefill is not None:
+            flight.trace.why = choice.why
+            self._prefill(flight, choice.prefill, choice.decode)
+            return
+        if flight.boundary is None:
+            if not reason:
+                reason = "prefill_failed" if able and not prefills else choice.reason
             flight.local_reason = reason
-        self._decode(flight, decode)
+            flight.trace.why = choice.why
+        self._decode(flight, choice.decode)
 
     def _wait(self, flight: Flight) -> None:
         """Keep a request that no decode worker can take now, for at most `worker_wait` seconds."""
@@ -276,9 +292,13 @@ class Dispatcher:
         link.send(pb.ToWorker(add=add))
         flight.cancel_stage_timer()
         self._waiting.pop(flight.request_id, None)
+        flight.alone = not link.legs
         flight.stage, flight.leg, flight.link, flight.charged = stage, leg, link, work
         flight.dispatched = asyncio.get_running_loop().time()
         link.outstanding += work
+        if stage is Stage.DECODE:
+            flight.charged_bytes = flight.prompt.state_bytes
+            link.state_bytes += flight.charged_bytes
         link.legs[leg] = flight
 
     # ---- what the links report (LinkEvents)
@@ -298,13 +318,14 @@ class Dispatcher:
             self._place(flight)
 
     def link_down(self, link: WorkerLink, legs: list[Flight], reason: str) -> None:
-        link.outstanding = 0
+        link.outstanding = link.state_bytes = 0
+        self.policy.gone([link.worker_id])
         self.roster.changed()
         if self._closing:
             return
         self.metrics.links_lost.labels(link.member.role).inc()
         for flight in legs:
-            flight.charged = 0
+            flight.charged = flight.charged_bytes = 0
             flight.link = None
             if flight.stage is Stage.PREFILL:
                 self._handover_failed(flight, "prefill_failed", f"{link.worker_id} lost: {reason}")
@@ -333,10 +354,11 @@ class Dispatcher:
                 if flight.any_output:
                     self._resumed(flight, output, now)
                 else:
-                    self._first_output(flight, output)
+                    self._first_output(flight, output, now)
             flight.history.extend(output.new_token_ids)
             flight.last_output = now
             if reason is not None:
+                self.policy.ended(link.worker_id, flight.prompt, flight.history)
                 self._end(flight, "error" if reason is FinishReason.ERROR else "finished", str(reason))
             batch.append(output)
         if batch:
@@ -350,6 +372,7 @@ class Dispatcher:
             return
         if flight.stage is not Stage.PREFILL:
             return
+        alone = flight.alone and len(link.legs) == 1
         self._leave(flight)
         now = asyncio.get_running_loop().time()
         if not message.committed:
@@ -358,6 +381,8 @@ class Dispatcher:
             return
         self._cooldown.forget(link.worker_id)
         self.metrics.publish_seconds.observe(now - flight.dispatched)
+        computed = max(0, message.length - message.cached_tokens)
+        self.policy.prefilled(link.worker_id, flight.prompt, computed, now - flight.dispatched, alone)
         flight.boundary = Boundary(
             message.boundary, message.length, message.cached_tokens, link, link.session
         )
@@ -388,6 +413,8 @@ class Dispatcher:
             trace.failure = trace.failure or message.failure
             trace.detail = trace.detail or f"{link.worker_id} recomputed the prompt: {message.failure}"
             self.metrics.load_failures.labels(message.failure).inc()
+        elif trace.boundary_bytes and message.from_store and flight.alone:
+            self.policy.loaded(trace.boundary_bytes, asyncio.get_running_loop().time() - flight.dispatched)
 
     async def room(self) -> None:
         await self._outbox.room()
@@ -510,16 +537,22 @@ class Dispatcher:
     def _deliver(self, batch: list[EngineCoreOutput]) -> None:
         self._outbox.put(batch)
 
-    def _first_output(self, flight: Flight, output: EngineCoreOutput) -> None:
+    def _first_output(self, flight: Flight, output: EngineCoreOutput, now: float) -> None:
         """Complete the trace, and say which prompt tokens were cached: on the prefill side, if it computed them."""
         flight.any_output = True
         trace = flight.trace
-        trace.first_token_after = round(asyncio.get_running_loop().time() - flight.arrival, 6)
+        trace.first_token_after = round(now - flight.arrival, 6)
         stats = output.prefill_stats
         if flight.boundary is None and stats is not None:
             trace.local = stats.num_local_cached_tokens
         if flight.boundary is None or flight.load_failed:
             trace.recomputed = max(0, flight.prompt_tokens - trace.from_store - trace.local)
+            link = flight.link
+            if link is not None and not flight.load_failed:
+                alone = flight.alone and len(link.legs) == 1
+                self.policy.computed(
+                    link.worker_id, flight.prompt, trace.recomputed, now - flight.dispatched, alone
+                )
         else:
             cached = min(flight.boundary.cached_tokens, flight.prompt_tokens)
             output.prefill_stats = PrefillStats(
@@ -543,7 +576,8 @@ class Dispatcher:
         if link is not None:
             link.legs.pop(flight.leg, None)
             link.outstanding = max(0, link.outstanding - flight.charged)
-            flight.link, flight.charged = None, 0
+            link.state_bytes = max(0, link.state_bytes - flight.charged_bytes)
+            flight.link, flight.charged, flight.charged_bytes = None, 0, 0
             if link.retiring and not link.legs:
                 self.roster.retire_idle(link)
         flight.cancel_stage_timer()

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from router.placement import Placement
+from router.policy import Prompt
 from router.trace import Trace
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Flight:
     """See the module's description. `leg` is the id under which the current worker knows the request."""
 
     request: EngineCoreRequest
+    prompt: Prompt
+    """The prompt as policies see it."""
     sampling: bytes
     prompt_tokens: int
     answer_tokens: int
@@ -63,6 +66,10 @@ class Flight:
     link: WorkerLink | None = None
     charged: int = 0
     """Tokens counted in `link.outstanding`."""
+    charged_bytes: int = 0
+    """Bytes counted in `link.state_bytes`."""
+    alone: bool = False
+    """Whether the worker had nothing else to do when this request came to it."""
     reserved: WorkerLink | None = None
     """The decode worker chosen while the prompt is being prefilled elsewhere."""
     reserved_tokens: int = 0

@@ -17,6 +17,8 @@ LocalReason = Literal[
     "prompt_logprobs",
     "policy",
     "short_prompt",
+    "warm_prefix",
+    "cheaper_here",
     "no_prefill_worker",
     "prefill_failed",
     "prefill_timeout",
@@ -24,6 +26,9 @@ LocalReason = Literal[
 """Why a prompt is prefilled on its decode worker (label of deltaserve_router_local_prefill_total)."""
 
 LOCAL_REASONS: tuple[str, ...] = get_args(LocalReason)
+
+HANDOVER_FAILED: tuple[LocalReason, ...] = ("prefill_failed", "prefill_timeout")
+"""A request with one of these reasons is not handed over again; the others are decided anew at each placement."""
 
 ANSWER_TOKENS = 512
 """How much of an answer's limit counts as outstanding work: clients' limits are far above what they get."""
@@ -38,8 +43,8 @@ class Facts:
     placement: Placement
 
 
-def local_reason(facts: Facts, handover_min_tokens: int) -> LocalReason | None:
-    """None: hand the prompt over if there is a prefill worker; else why not.
+def local_reason(facts: Facts) -> LocalReason | None:
+    """Why a prompt cannot or must not be handed over, whatever a policy thinks; None: it may be.
 
     A single token leaves nothing to hand over (N-1 = 0), and log-probs of the prompt need every one of its tokens
     computed where they are sampled.
@@ -50,8 +55,6 @@ def local_reason(facts: Facts, handover_min_tokens: int) -> LocalReason | None:
         return "prompt_logprobs"
     if facts.placement == "local":
         return "policy"
-    if facts.placement == "auto" and facts.prompt_tokens < handover_min_tokens:
-        return "short_prompt"
     return None
 
 

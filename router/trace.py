@@ -31,6 +31,8 @@ class Trace:
     """Seconds since the epoch."""
     route: str = "waiting"
     """`handover <prefill worker> <decode worker>`, `local <reason> <decode worker>` or what it waits for."""
+    why: str = ""
+    """The policy's words for its choice."""
     status: str = "running"
     """running, finished, aborted or error."""
     finish_reason: str = ""

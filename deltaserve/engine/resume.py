@@ -93,7 +93,9 @@ def replay_draws(generator: Any, tokens: int, vocab: int) -> None:
 def install(state: Any = None) -> None:
     """Let vLLM's model runner start a request with its history; once a process, before the first request."""
     if state is None:
-        from vllm.v1.worker.gpu_input_batch import CachedRequestState as state
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+        state = CachedRequestState
     original = state.__post_init__
     if getattr(original, "knows_history", False):
         return

@@ -20,12 +20,11 @@ from router.trace import Trace, TraceRing, response_id
         (Facts(2, False, "handover"), None),
         (Facts(500, True, "handover"), "prompt_logprobs"),
         (Facts(500, False, "local"), "policy"),
-        (Facts(255, False, "auto"), "short_prompt"),
-        (Facts(256, False, "auto"), None),
+        (Facts(2, False, "auto"), None),
     ],
 )
 def test_placement(facts: Facts, reason: str | None) -> None:
-    assert local_reason(facts, 256) == reason
+    assert local_reason(facts) == reason
 
 
 @dataclass

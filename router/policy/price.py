@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The price of state: a prompt is handed over when moving its state costs less than computing it where it is needed.
+
+With N tokens, of which a prefill worker p is believed to hold w_p and a decode worker d w_d, and s bytes of state:
+
+    hand over    queue(p) + prefill(N - w_p) + move(s) + queue(d)
+    here         queue(d) + local(N - w_d) * (1 + INTERFERENCE * running(d))
+
+prefill, local and move are learned (costs.py): seconds over tokens computed, and over bytes loaded. A prompt computed
+on a decode worker stops the answers that run there, which is why it is dearer there by a share for each of them; a
+prefill worker has nobody to stop. The bytes come from the geometry; what is not known yet is priced by the prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.policy.base import STATE_TOKEN_BYTES, Choice, Prompt, W, lowest, work
+from router.policy.costs import Line
+from router.policy.prefix import PrefixAware
+
+INTERFERENCE = 0.25
+"""How much dearer a second of prefill is on a decode worker for each answer that it interrupts."""
+
+
+class Price(PrefixAware):
+    """See the module's description."""
+
+    name = "price"
+
+    def __init__(self, handover_min_tokens: int) -> None:
+        super().__init__(handover_min_tokens)
+        # Priors: a machine that computes 2,000 tokens a second and moves 1 GB/s, and hands over at about the limit.
+        self.prefill = Line(0.02, 0.0005, 1000)
+        self.local = Line(0.02, 0.0005, 1000)
+        self.move = Line(0.0005 * INTERFERENCE * handover_min_tokens, 1e-9, 1e8)
+
+    def choose(
+        self, prompt: Prompt, decodes: Sequence[W], prefills: Sequence[W], forced: bool = False
+    ) -> Choice[W] | None:
+        warm, length = self.warmth.tokens(prompt).get, prompt.length
+        local, away, per_byte = self.local, self.prefill, 1 / STATE_TOKEN_BYTES
+
+        # A thousand workers are priced within a millisecond, so the formulas stand here in full.
+        def here(worker: W) -> float:
+            queue = (worker.outstanding + worker.state_bytes * per_byte) * local.slope
+            own = local.fixed + local.slope * (length - warm(worker.worker_id, 0))
+            return queue + own * (1 + INTERFERENCE * worker.running)
+
+        def there(worker: W) -> float:
+            queue = (worker.outstanding + worker.state_bytes * per_byte) * away.slope
+            return queue + away.fixed + away.slope * (length - warm(worker.worker_id, 0))
+
+        decode, cost_here = lowest(decodes, here)
+        if decode is None:
+            return None
+        prefill, cost_there = lowest(prefills, there)
+        if prefill is None:
+            return Choice(decode, None, "no prefill worker")
+        # Who reads a boundary needs nothing of the prompt: the store brings all of it.
+        reader, queued = lowest(decodes, work)
+        assert reader is not None
+        cost_there += self.move(prompt.state_bytes) + queued * local.slope
+        if not forced and cost_here <= cost_there:
+            why = f"here {cost_here:.3f} s, handed over {cost_there:.3f} s"
+            return Choice(decode, None, why, "cheaper_here")
+        return Choice(reader, prefill, f"handed over {cost_there:.3f} s, here {cost_here:.3f} s")
+
+    def prefilled(self, worker_id: str, prompt: Prompt, computed: int, seconds: float, alone: bool) -> None:
+        super().prefilled(worker_id, prompt, computed, seconds, alone)
+        if alone:
+            self.prefill.learn(computed, seconds)
+
+    def computed(self, worker_id: str, prompt: Prompt, computed: int, seconds: float, alone: bool) -> None:
+        super().computed(worker_id, prompt, computed, seconds, alone)
+        if alone:
+            self.local.learn(computed, seconds)
+
+    def loaded(self, nbytes: int, seconds: float) -> None:
+        self.move.learn(nbytes, seconds)
