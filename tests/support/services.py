@@ -19,6 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deltaserve.config import EtcdConfig, StoreConfig
@@ -53,6 +54,8 @@ class Service:
         self.name, self.command, self.port, self.folder = name, list(command), port, folder
         self.process: subprocess.Popen[bytes] | None = None
         self.health: str | None = None
+        self.client: tuple[Path, Path] | None = None
+        """Certificate and key with which `health` is asked, where clients need one."""
 
     @property
     def log(self) -> str:
@@ -61,8 +64,8 @@ class Service:
 
     def start(self) -> None:
         """Start and wait until it is ready: its port is open, and `health`, where it has one, says so."""
-        with open(self.folder / f"{self.name}.log", "ab") as output:
-            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, cwd=self.folder)
+        self.launch()
+        assert self.process is not None
         deadline = time.monotonic() + START_SECONDS
         while True:
             with contextlib.suppress(OSError):
@@ -73,12 +76,19 @@ class Service:
                 raise RuntimeError(f"{self.name} did not start:\n{self.log[-2000:]}")
             time.sleep(0.02)
 
+    def launch(self) -> None:
+        """Start and wait for nothing."""
+        with open(self.folder / f"{self.name}.log", "ab") as output:
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, cwd=self.folder)
+
     def _healthy(self) -> bool:
         if self.health is None:
             return True
         # A certificate of the test's own; who answers is not in doubt on a port that this process has just taken.
         trust = ssl.create_default_context()
         trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+        if self.client is not None:
+            trust.load_cert_chain(*self.client)
         try:
             with urllib.request.urlopen(self.health, timeout=1, context=trust) as answer:
                 return b'"true"' in answer.read()
@@ -104,13 +114,20 @@ class Service:
 
 
 @contextlib.contextmanager
-def _service(name: str, command: Callable[[int, Path], Sequence[str]], health: str = "") -> Iterator[Service]:
+def _service(
+    name: str,
+    command: Callable[[int, Path], Sequence[str]],
+    health: str = "",
+    client: tuple[Path, Path] | None = None,
+    start: bool = True,
+) -> Iterator[Service]:
     folder = Path(tempfile.mkdtemp(prefix=f"deltaserve-{name}-"))
     port = free_port()
     service = Service(name, command(port, folder), port, folder)
-    service.health = health.format(port=port) or None
+    service.health, service.client = health.format(port=port) or None, client
     try:
-        service.start()
+        if start:
+            service.start()
         yield service
     finally:
         service.kill()
@@ -140,8 +157,13 @@ class EtcdService:
 
 
 @contextlib.contextmanager
-def etcd(extra: Sequence[str] = (), scheme: str = "http") -> Iterator[EtcdService]:
-    """One etcd with its data in a temporary folder; `scheme` https needs certificates in `extra`."""
+def etcd(
+    extra: Sequence[str] = (), scheme: str = "http", client: tuple[Path, Path] | None = None
+) -> Iterator[EtcdService]:
+    """One etcd with its data in a temporary folder; `scheme` https needs certificates in `extra`.
+
+    `client`: certificate and key of a client, where etcd wants one of everybody.
+    """
 
     def command(port: int, folder: Path) -> list[str]:
         peer = free_port()
@@ -163,8 +185,46 @@ def etcd(extra: Sequence[str] = (), scheme: str = "http") -> Iterator[EtcdServic
             *extra,
         ]
 
-    with _service("etcd", command, f"{scheme}://127.0.0.1:{{port}}/health") as service:
+    with _service("etcd", command, f"{scheme}://127.0.0.1:{{port}}/health", client) as service:
         yield EtcdService(service, scheme)
+
+
+@contextlib.contextmanager
+def etcd_cluster(size: int = 3) -> Iterator[list[EtcdService]]:
+    """An etcd of several members; one may be killed and started again, and the others go on."""
+    peers = [f"http://127.0.0.1:{free_port()}" for _ in range(size)]
+    initial = ",".join(f"member{number}={peer}" for number, peer in enumerate(peers))
+
+    def command(number: int) -> Callable[[int, Path], list[str]]:
+        def build(port: int, folder: Path) -> list[str]:
+            return [
+                _find("etcd"),
+                f"--name=member{number}",
+                f"--data-dir={folder / 'data'}",
+                f"--listen-client-urls=http://127.0.0.1:{port}",
+                f"--advertise-client-urls=http://127.0.0.1:{port}",
+                f"--listen-peer-urls={peers[number]}",
+                f"--initial-advertise-peer-urls={peers[number]}",
+                f"--initial-cluster={initial}",
+                "--logger=zap",
+                "--log-level=warn",
+                "--heartbeat-interval=50",
+                "--election-timeout=500",
+            ]
+
+        return build
+
+    with contextlib.ExitStack() as stack:
+        members = [
+            stack.enter_context(
+                _service(f"etcd{number}", command(number), "http://127.0.0.1:{port}/health", start=False)
+            )
+            for number in range(size)
+        ]
+        # None of them is healthy before most of them run.
+        with ThreadPoolExecutor(size) as threads:
+            list(threads.map(lambda member: member.start(), members))
+        yield [EtcdService(member, "http") for member in members]
 
 
 class MasterService:
@@ -202,6 +262,36 @@ def mooncake_master() -> Iterator[MasterService]:
 
     with _service("master", command) as service:
         yield MasterService(service)
+
+
+@contextlib.contextmanager
+def mooncake_ha(etcd_endpoint: str, cluster_id: str, size: int = 2) -> Iterator[list[MasterService]]:
+    """Masters of which one leads; what it knows is in etcd, and another one takes over. The first leads first."""
+
+    def command(port: int, folder: Path) -> list[str]:
+        return [
+            _find("mooncake_master"),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={free_port()}",
+            "--default_kv_lease_ttl=1000",
+            "--client_ttl=5",
+            "--logtostderr",
+            "--enable_ha=true",
+            "--ha_backend_type=etcd",
+            f"--ha_backend_connstring={etcd_endpoint}",
+            "--enable_oplog=true",
+            f"--cluster_id={cluster_id}",
+        ]
+
+    with contextlib.ExitStack() as stack:
+        masters = [stack.enter_context(_service(f"master{n}", command, start=False)) for n in range(size)]
+        masters[0].start()
+        for master in masters[1:]:
+            # Its port opens when it leads.
+            master.launch()
+        yield [MasterService(master) for master in masters]
 
 
 def _find(program: str) -> str:
