@@ -24,7 +24,8 @@ def run(config: WorkerConfig) -> int:
 
         ledger = EtcdLedger(config.etcd)
         pool = await asyncio.to_thread(MooncakePool, config.store, lend=False)
-        role = DecodeRole(geometry, ledger, pool, forget)
+        role = DecodeRole(config, worker_id, geometry, ledger, pool, forget)
+        role.background(role.publisher.index.follow(ledger))
         role.background(sweep_forever(ledger, pool, config.etcd.lease_ttl))
         return role
 

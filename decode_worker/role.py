@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restoring: from a committed boundary to a running request. docs/handoff.md has the protocol; this file owns its
-second half.
+"""Restoring: from a committed boundary to a running request, and what a decode worker leaves for the next turn.
+docs/handoff.md has the protocol, this file owns its second half; docs/checkpoints.md has the chain.
 
-Happy path: Add{load} ─▶ the record is read from the ledger (committed ones only) and checked against this request and
-this worker's geometry ─▶ the engine allocates, the ranks read and verify ─▶ Loaded{from_store} to the router ─▶ the
-request is scheduled and computes token N.
+Happy path: Add{load} ─▶ the record and everything that it rests on are read from the ledger (committed ones only) and
+checked against this request and this worker's geometry ─▶ the engine allocates, the ranks read and verify ─▶
+Loaded{from_store} to the router ─▶ the request is scheduled and computes token N. An Add without a boundary starts from
+the longest checkpoint of its prompt, if there is one.
+
+When the answer ends by itself, the state at its end is published as a checkpoint (`answers.py`).
 
 Crash path: a record that is gone, does not fit the request or the geometry, or state that fails a check: the prompt is
 computed here instead, Loaded{failure} says why, a counter counts it. Nothing that failed a check is ever used.
@@ -17,15 +20,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from decode_worker.answers import Answers
+from deltaserve.config import WorkerConfig
 from deltaserve.engine.role import Job, Role
 from deltaserve.telemetry import HANDOFF
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
-from statestore.boundary import BoundaryRecord
-from statestore.connector.intents import PARAMS, Intents, LoadIntent
+from statestore.checkpoints.publication import Publisher
+from statestore.connector.intents import PARAMS, Intents, LoadIntent, PublishOutcome
 from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry, GeometryError
-from statestore.ledger import Ledger, LedgerError
+from statestore.ledger import Chain, ChainBroken, Ledger, LedgerError
 from statestore.pool import Pool
 from statestore.prefix import prefix_hash
 from statestore.reshard import GeometryMismatch, compatible
@@ -36,82 +41,116 @@ log = logging.getLogger(__name__)
 class DecodeRole(Role):
     """See the module's description."""
 
-    def __init__(self, geometry: Geometry, ledger: Ledger, pool: Pool, forget: Callable[[Job], None]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        worker_id: str,
+        geometry: Geometry,
+        ledger: Ledger,
+        pool: Pool,
+        forget: Callable[[Job], None],
+    ) -> None:
         super().__init__()
-        self._geometry, self._ledger, self._pool, self._forget = geometry, ledger, pool, forget
+        self._geometry, self._ledger, self._pool = geometry, ledger, pool
+        self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
+        self._answers = Answers(config, self.publisher, self.background, forget)
 
     async def on_lease(self, lease: int) -> None:
-        """A decode worker writes nothing into the ledger yet."""
+        self.publisher.lease = lease
 
     async def prepare(self, job: Job) -> Any:
         add = job.add
         request = codec.decode_add(add, job.key)
+        prompt = list(add.prompt)
+        intents = Intents()
         if add.WhichOneof("handoff") == "load":
-            record, failure = await self._record(add)
-            if record is None:
+            chain, failure = await self._chain(add, prompt)
+            if failure:
                 self._report(job, 0, failure)
-            else:
-                job.state["loading"] = True
-                params = request.sampling_params
-                assert params is not None
-                params.extra_args = {
-                    **(params.extra_args or {}),
-                    "kv_transfer_params": {PARAMS: Intents(load=LoadIntent((record,)))},
-                }
+            # The boundary itself is its request's own and goes with it; what it rests on stays.
+            parents = chain[:-1]
+        else:
+            # Token N at least is computed here: that is where the answer begins.
+            chain = parents = self.publisher.index.lookup(prompt, add.cache_salt, len(prompt) - 1)
+        if chain:
+            job.state["loading"] = chain
+            intents.load = LoadIntent(chain)
+        if job.ended:
+            return request
+        params = request.sampling_params
+        assert params is not None
+        intents.publish = await self._answers.begin(job, prompt, parents, params.max_tokens)
+        if intents.load or intents.publish:
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": {PARAMS: intents}}
         return request
 
-    async def _record(self, add: pb.Add) -> tuple[BoundaryRecord | None, str]:
-        """The boundary to load, or why there is none."""
+    async def _chain(self, add: pb.Add, prompt: list[int]) -> tuple[Chain, str]:
+        """The boundary to load with what it rests on, or why there is none."""
         try:
-            record = await self._ledger.get_committed(add.load.boundary)
+            chain = await self._ledger.get_chain(add.load.boundary, self.publisher.index.records)
+        except ChainBroken as error:
+            log.error("request %s: %s", add.request_id, error)
+            return (), "broken_chain"
         except (LedgerError, ConnectionError, TimeoutError) as error:
             log.warning("boundary %s: the ledger cannot be read: %s", add.load.boundary, error)
-            return None, "ledger"
-        if record is None:
-            return None, "missing_record"
-        prefix = list(add.prompt)[: record.length]
-        if record.length != len(add.prompt) - 1 or record.prefix_hash != prefix_hash(prefix, add.cache_salt):
+            return (), "ledger"
+        if not chain:
+            return (), "missing_record"
+        record = chain[-1]
+        prefix = prompt[: record.length]
+        if record.length != len(prompt) - 1 or record.prefix_hash != prefix_hash(prefix, add.cache_salt):
             log.error("boundary %s is of another prompt than request %s", record.id, add.request_id)
-            return None, "wrong_prefix"
+            return (), "wrong_prefix"
         try:
-            compatible(Geometry.from_json(record.geometry), self._geometry)
+            for geometry in {one.geometry for one in chain}:
+                compatible(Geometry.from_json(geometry), self._geometry)
         except (GeometryMismatch, GeometryError) as error:
             log.error("boundary %s cannot be restored here: %s", record.id, error)
-            return None, "geometry"
-        return record, ""
+            return (), "geometry"
+        return chain, ""
 
     def on_output(self, job: Job, output: Any) -> None:
-        if output.prefill_stats is not None:
-            stats = output.prefill_stats
-            job.state["local"] = stats.num_local_cached_tokens
+        """Where its tokens came from is known from the load."""
 
     def on_restored(self, job: Job, tokens: int, reports: list[RankReport]) -> None:
-        """Every rank has reported its load: `tokens` were restored."""
-        if not job.state.pop("loading", False):
+        """Every rank has reported its load: `tokens` were restored, the rest of the chain was in the local cache."""
+        chain: Chain = job.state.pop("loading", ())
+        if not chain:
             return
-        bad = [report for report in reports if report.failure]
-        if bad:
-            self._report(job, 0, bad[0].failure)
+        bad = next((report for report in reports if report.failure), None)
+        if bad is not None:
+            self.publisher.load_failed(chain, bad.failure)
+            self._report(job, 0, bad.failure, of=chain[-1].length)
             return
         HANDOFF.loaded(
             sum(report.nbytes for report in reports), max((r.seconds for r in reports), default=0.0)
         )
-        local = job.add.prompt.__len__() - 1 - tokens
-        self._report(job, tokens, "", local)
+        if chain[-1].reusable:
+            HANDOFF.restored(tokens)
+        self._report(job, tokens, "", local=chain[-1].length - tokens)
 
-    def _report(self, job: Job, tokens: int, failure: str, local: int = 0) -> None:
+    def _report(self, job: Job, tokens: int, failure: str, local: int = 0, of: int = 0) -> None:
+        """Tell the router. `of`: tokens that should have come from the store; 0: all but the last."""
         if failure:
             HANDOFF.failed("load", failure)
-            HANDOFF.recomputed(failure, len(job.add.prompt) - 1)
+            HANDOFF.recomputed(failure, of or len(job.add.prompt) - 1)
         loaded = pb.Loaded(id=job.add.id, from_store=tokens, local=local, failure=failure)
         job.stream.send(pb.FromWorker(loaded=loaded))
 
+    def on_written(self, job: Job, outcome: PublishOutcome) -> None:
+        """Every rank has written the end of the answer, or the request ended without one."""
+        self._answers.written(job, outcome)
+
+    def on_publish_failed(self, job: Job, reason: str) -> None:
+        """The end of this answer is not published, and no rank has written or will."""
+        self._answers.failed(job, reason)
+
     def on_end(self, job: Job, reason: str) -> None:
-        """Nothing is held for a request that the engine does not hold."""
+        self._answers.ended(job, reason)
 
     async def release(self, boundaries: list[str]) -> None:
-        """A decode worker publishes nothing yet."""
+        """What a decode worker publishes is nobody's own; its budget evicts it."""
 
     async def close(self) -> None:
-        await self._finish_tasks(0.0)
+        await self._finish_tasks(0.5)
         await asyncio.to_thread(self._pool.close, 1.0)

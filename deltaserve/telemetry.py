@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -29,8 +29,21 @@ class HandoffMetrics:
         )
         self._recomputed = Counter(
             "deltaserve_recomputed_tokens_total",
-            "prompt tokens computed again on a decode worker",
+            "prompt tokens computed although they should have come from the store",
             ["reason"],
+        )
+        self._checkpoint_bytes = Gauge(
+            "deltaserve_checkpoint_bytes", "checkpoints of this worker in the store"
+        )
+        self._checkpoints = Counter(
+            "deltaserve_checkpoints_total",
+            "checkpoints, by what became of them: committed, adopted (another worker had it), evicted",
+            ["event"],
+        )
+        self._evicted_bytes = Counter("deltaserve_checkpoint_evicted_bytes_total", "checkpoints evicted")
+        self._restored = Counter(
+            "deltaserve_checkpoint_tokens_total",
+            "prompt tokens restored from checkpoints instead of computed",
         )
         self._bytes = Counter("deltaserve_handoff_bytes_total", "state moved", ["stage"])
         self._seconds = Histogram(
@@ -53,6 +66,24 @@ class HandoffMetrics:
         """A boundary's objects and record are gone."""
         self._released.inc()
 
+    def kept(self, nbytes: int, new: int = 0) -> None:
+        """This worker has so many bytes of checkpoints in the store now; `new` were committed just now."""
+        self._checkpoint_bytes.set(nbytes)
+        self._checkpoints.labels("committed").inc(new)
+
+    def adopted(self, number: int) -> None:
+        """Checkpoints that others had committed; our own copies go."""
+        self._checkpoints.labels("adopted").inc(number)
+
+    def evicted(self, nbytes: int) -> None:
+        """A checkpoint's objects and record are gone."""
+        self._checkpoints.labels("evicted").inc()
+        self._evicted_bytes.inc(nbytes)
+
+    def restored(self, tokens: int) -> None:
+        """Prompt tokens that came from checkpoints."""
+        self._restored.inc(tokens)
+
     def swept(self) -> None:
         """A dead worker's boundary was removed."""
         self._swept.inc()
@@ -62,7 +93,7 @@ class HandoffMetrics:
         self._failed.labels(stage, kind).inc()
 
     def recomputed(self, reason: str, tokens: int) -> None:
-        """Prompt tokens that a decode worker computes although they should have come from the store."""
+        """Prompt tokens that are computed although they should have come from the store."""
         self._recomputed.labels(reason).inc(tokens)
 
 

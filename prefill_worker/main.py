@@ -26,6 +26,7 @@ def run(config: WorkerConfig) -> int:
         # The service's own client removes objects, also while the engine computes; it lends the store no memory.
         pool = await asyncio.to_thread(MooncakePool, config.store, lend=False)
         role = PrefillRole(config, worker_id, geometry, ledger, pool, forget)
+        role.background(role.publisher.index.follow(ledger))
         role.background(sweep_forever(ledger, pool, config.etcd.lease_ttl))
         return role
 

@@ -3,28 +3,29 @@
 
 Happy path of one request (N prompt tokens):
 
-    Add{publish} ─▶ open: record with every rank pending (ledger, first write; runs beside the compute)
-                 ─▶ engine: N-1 tokens in, one sampled token that nobody reads
-    every rank's report ─▶ commit: every rank's entry in one transaction fenced by this worker's lease (second write)
-                 ─▶ Published{committed} to the router ─▶ ... ─▶ Release from the router: objects, then record, go
+    Add{publish} ─▶ look-up: the longest checkpoint in the store of at most N-2 tokens of this prompt
+                    (docs/checkpoints.md)
+                 ─▶ open: record with every rank pending, and the pin on that checkpoint (ledger, first write; beside
+                    the compute where there is nothing to pin)
+                 ─▶ engine: restores the checkpoint, computes what is left of N-1 tokens, and one that nobody reads;
+                    ranks write checkpoints on the way and the boundary at the end
+    every rank's reports ─▶ commit: every link in one transaction fenced by this worker's lease (second write)
+                 ─▶ Published{committed} to the router ─▶ ... ─▶ Release from the router: objects, then record, go; the
+                    checkpoints stay
 
 Crash path: a rank that fails to write, a lost lease, an unreachable ledger or a deadline end the publish: the objects
 that were written are removed, the record is aborted, the router hears why and computes the prompt elsewhere. An aborted
-request is cleaned up the same way when its ranks have reported. A worker that dies leaves pending or committed records
-behind; the sweeper of another worker removes them with their objects.
-
-Order of removal: objects first, record last. A reader that still holds the record finds objects missing, which is a
-counted miss; the other order would leave objects that nobody knows.
+request is cleaned up the same way when its ranks have reported. A store without room is known before anything is
+computed. A checkpoint that cannot be loaded is computed. A worker that dies leaves pending or committed records behind;
+the sweeper of another worker removes them with their objects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from deltaserve.config import WorkerConfig
@@ -32,19 +33,16 @@ from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.telemetry import HANDOFF
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
-from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
-from statestore.connector.intents import PARAMS, Intents, PublishIntent, PublishOutcome
+from statestore.boundary import BoundaryRecord
+from statestore.checkpoints.publication import Publication, Publisher
+from statestore.connector.intents import PARAMS, Intents, LoadIntent, PublishIntent, PublishOutcome
+from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry
 from statestore.ledger import Ledger, LedgerError
-from statestore.pool import Pool, PoolError
-from statestore.prefix import prefix_hash
+from statestore.pool import Pool
 from statestore.reshard import Packing
 
 log = logging.getLogger(__name__)
-
-FIRST_PAUSE = 0.25
-LONGEST_PAUSE = 5.0
-"""Seconds between attempts to give back what etcd or the store could not take back."""
 
 
 class PrefillRole(Role):
@@ -60,14 +58,13 @@ class PrefillRole(Role):
         forget: Callable[[Job], None],
     ) -> None:
         super().__init__()
-        self._config, self._worker_id, self._geometry = config, worker_id, geometry
-        self._ledger, self._pool, self._forget = ledger, pool, forget
-        self._lease = 0
-        self._counter = count(1)
+        self._config, self._pool, self._forget = config, pool, forget
+        self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
+        self._spacing = config.checkpoint_tokens if config.checkpoint_limit else 0
         self._held: dict[str, BoundaryRecord] = {}
 
     async def on_lease(self, lease: int) -> None:
-        self._lease = lease
+        self.publisher.lease = lease
 
     # ---- the life of a publish
 
@@ -79,154 +76,152 @@ class PrefillRole(Role):
         length = len(prompt) - 1
         if length < 1:
             raise Refused("a prompt of one token has no boundary to publish; send it to a decode worker")
-        packing = Packing(add.publish.pack_dcp or 1, add.publish.pack_interleave or 1)
-        epoch = Epoch(self._lease, next(self._counter))
-        model, prefix = self._geometry.model_digest, prefix_hash(prompt[:-1], add.cache_salt)
-        record = BoundaryRecord(
-            id=boundary_id(model, prefix, epoch),
-            model_digest=model,
-            prefix_hash=prefix,
-            length=length,
-            epoch=epoch,
-            owner=self._worker_id,
-            geometry=self._geometry.to_json(),
-            packing_dcp=packing.dcp,
-            packing_interleave=packing.interleave,
-            created=time.time(),
-            state="pending",
-            ranks=tuple(RankEntry(rank=rank, status="pending") for rank in range(self._geometry.tp)),
-        )
         job.silent = True
-        job.state.update(record=record, keep=True, began=time.monotonic(), cached=0)
-        job.state["open"] = asyncio.ensure_future(self._ledger.open(record))
+        job.state.update(keep=True, cached=0, restored=0, length=length)
+        # One token at least must be computed: a recurrent state cannot take a token that it holds already.
+        chain = self.publisher.index.lookup(prompt, add.cache_salt, length - 1)
+        packing = Packing(add.publish.pack_dcp or 1, add.publish.pack_interleave or 1)
+        publication = await self.publisher.start(
+            prompt[:-1], add.cache_salt, chain, packing, spacing=self._spacing
+        )
+        if publication is None:
+            job.state["kind"] = "store_full"
+            raise Refused("the store has no room for this prompt's state")
+        job.state["publication"] = publication
+        if job.ended:
+            # Aborted while it was being prepared: the engine never hears of it.
+            self.on_publish_failed(job, "aborted")
         limit = min(add.timeout or self._config.load_timeout * 4, self._config.load_timeout * 4)
         loop = asyncio.get_running_loop()
-        job.state["deadline"] = loop.call_later(limit, self.on_publish_failed, job, "deadline")
+        job.state["deadline"] = loop.call_later(limit, self._too_late, job)
         request = codec.decode_add(add, job.key)
         request.prompt_token_ids = prompt[:-1]
-        request.sampling_params = _one_token(
-            PublishIntent(epoch, length, add.publish.preferred_segment, packing.dcp, packing.interleave)
+        publish = PublishIntent(
+            publication.epoch,
+            length,
+            add.publish.preferred_segment,
+            packing.dcp,
+            packing.interleave,
+            base=publication.base,
+            checkpoint_tokens=self._spacing,
         )
+        load = LoadIntent(publication.chain) if publication.chain else None
+        request.sampling_params = _one_token(Intents(load, publish))
         return request
 
     def on_output(self, job: Job, output: Any) -> None:
         if output.prefill_stats is not None:
-            job.state["cached"] = output.prefill_stats.num_cached_tokens
+            job.state["cached"] = output.prefill_stats.num_local_cached_tokens
+
+    def on_restored(self, job: Job, tokens: int, reports: list[RankReport]) -> None:
+        """Every rank has reported its load of the checkpoint."""
+        publication: Publication = job.state["publication"]
+        bad = next((report for report in reports if report.failure), None)
+        if bad is None:
+            job.state["restored"] = tokens
+            HANDOFF.restored(tokens)
+            return
+        log.warning(
+            "request %s: its checkpoint is computed instead: rank %d: %s",
+            job.add.request_id,
+            bad.rank,
+            bad.detail,
+        )
+        HANDOFF.failed("load", bad.failure)
+        HANDOFF.recomputed(bad.failure, publication.base)
+        self.publisher.load_failed(publication.chain, bad.failure)
 
     def on_end(self, job: Job, reason: str) -> None:
         if reason == "finished":
             return
         job.state["ended"] = reason
         if reason != "aborted":
-            # The engine refused the request: no rank will ever report.
+            # Refused here or by the engine: no rank will ever report.
             self.on_publish_failed(job, reason)
 
     def on_written(self, job: Job, outcome: PublishOutcome) -> None:
-        """Every rank has reported; commit, or clean up."""
+        """Every rank has reported every link; commit, or clean up."""
         if job.state.pop("keep", False):
             self.background(self._settle(job, outcome))
 
     def on_publish_failed(self, job: Job, reason: str) -> None:
-        """No boundary will come of this job."""
+        """No boundary will come of this job, and no rank has written or will."""
         if job.state.pop("keep", False):
-            self.background(self._fail(job, [], reason, "no_publish"))
+            self.background(self._fail(job, None, reason, job.state.get("kind", "no_publish")))
+
+    def _too_late(self, job: Job) -> None:
+        """The router need not wait any longer; what the ranks still write is removed when they have reported."""
+        if "keep" in job.state and not job.state.get("late"):
+            job.state["late"] = True
+            self._tell_failure(job, "deadline", "deadline")
 
     async def _settle(self, job: Job, outcome: PublishOutcome) -> None:
-        record: BoundaryRecord = job.state["record"]
-        keys = [entry.key for entry in outcome.objects()]
+        publication: Publication = job.state["publication"]
         if not outcome.complete:
-            await self._fail(job, keys, outcome.detail, outcome.failure)
+            if outcome.failure == "store_full":
+                await self.publisher.keeper.evict_some(self.publisher.missing_room(publication))
+            await self._fail(job, outcome, outcome.detail or outcome.failure, outcome.failure)
             return
-        if "ended" in job.state:
-            await self._fail(job, keys, job.state["ended"], "aborted")
+        if "ended" in job.state or "late" in job.state:
+            await self._fail(job, outcome, job.state.get("ended", "deadline"), "aborted")
             return
-        reports = outcome.links[-1].reports
         try:
-            committed = record.committed(
-                RankEntry(rank=report.rank, status="written", objects=tuple(report.objects))
-                for report in reports
-            )
-            await job.state["open"]
-            await self._ledger.commit([committed])
+            links = self.publisher.links(publication, outcome, list(job.add.prompt)[:-1])
+            committed = await self.publisher.commit(publication, links)
         except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
-            await self._fail(job, keys, f"{type(error).__name__}: {error}", "ledger")
+            await self._fail(job, outcome, f"{type(error).__name__}: {error}", "ledger")
             return
-        nbytes = sum(report.nbytes for report in reports)
-        self._held[record.id] = committed
+        boundary = committed.links[-1]
+        nbytes = sum(link.nbytes for link in outcome.links)
+        self._held[boundary.id] = boundary
         self._done(job)
-        HANDOFF.published(nbytes, time.monotonic() - job.state["began"])
-        if "ended" in job.state or job.stream.closed:
-            await self.release([record.id])
+        HANDOFF.published(nbytes, time.monotonic() - publication.began)
+        if "ended" in job.state or "late" in job.state or job.stream.closed:
+            await self.release([boundary.id])
             return
-        job.stream.boundaries.add(record.id)
+        job.stream.boundaries.add(boundary.id)
         job.stream.send(
             pb.FromWorker(
                 published=pb.Published(
                     id=job.add.id,
                     committed=True,
-                    boundary=record.id,
-                    length=record.length,
+                    boundary=boundary.id,
+                    length=boundary.length,
                     bytes=nbytes,
                     cached_tokens=job.state["cached"],
+                    store_tokens=job.state["restored"],
                 )
             )
         )
 
-    async def _fail(self, job: Job, keys: list[str], reason: str, kind: str) -> None:
-        record: BoundaryRecord = job.state["record"]
+    async def _fail(self, job: Job, outcome: PublishOutcome | None, reason: str, kind: str) -> None:
         self._done(job)
+        if "late" not in job.state:
+            self._tell_failure(job, reason, kind)
+        publication: Publication | None = job.state.get("publication")
+        if publication is not None:
+            await self.publisher.discard(publication, outcome)
+
+    def _tell_failure(self, job: Job, reason: str, kind: str) -> None:
         HANDOFF.failed("publish", kind)
-        log.warning("boundary %s of request %s not published: %s", record.id, job.add.request_id, reason)
-        job.stream.send(
-            pb.FromWorker(
-                published=pb.Published(id=job.add.id, committed=False, length=record.length, error=reason)
-            )
+        log.warning("request %s: no boundary: %s", job.add.request_id, reason)
+        failed = pb.Published(
+            id=job.add.id, committed=False, length=job.state["length"], error=reason, kind=kind
         )
-        # The opening may still be under way, or have failed without saying whether it wrote.
-        await asyncio.wait([job.state["open"]])
-        job.state["open"].exception()
-        await self._give_back(record, keys)
+        job.stream.send(pb.FromWorker(published=failed))
 
     def _done(self, job: Job) -> None:
-        job.state["deadline"].cancel()
+        if (deadline := job.state.get("deadline")) is not None:
+            deadline.cancel()
         self._forget(job)
 
     # ---- release
 
     async def release(self, boundaries: list[str]) -> None:
-        records = [record for i in boundaries if (record := self._held.pop(i, None)) is not None]
-        for record in records:
-            await self._give_back(record, [entry.key for entry in record.objects()])
-            HANDOFF.released()
-
-    async def _give_back(self, record: BoundaryRecord, keys: list[str]) -> None:
-        """Remove objects, then the record; what cannot be removed now is tried again until it is.
-
-        The sweeper is for dead owners only: what a living one leaves behind, nobody else would remove.
-        """
-        if not await self._try_to_give_back(record, keys):
-            self.background(self._keep_giving_back(record, keys))
-
-    async def _keep_giving_back(self, record: BoundaryRecord, keys: list[str]) -> None:
-        pause = FIRST_PAUSE
-        while True:
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-            if await self._try_to_give_back(record, keys):
-                log.info("boundary %s has been given back", record.id)
-                return
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    async def _try_to_give_back(self, record: BoundaryRecord, keys: list[str]) -> bool:
-        try:
-            left = await asyncio.to_thread(self._pool.remove, keys) if keys else []
-            if left:
-                log.warning("%d objects of %s cannot be removed yet", len(left), record.id)
-                return False
-            await self._ledger.release(record)
-        except (PoolError, LedgerError, ConnectionError, TimeoutError) as error:
-            log.warning("boundary %s cannot be given back yet: %s", record.id, error)
-            return False
-        return True
+        for name in boundaries:
+            record = self._held.pop(name, None)
+            if record is not None:
+                await self.publisher.release(record, HANDOFF.released)
 
     async def close(self) -> None:
         await self.release(list(self._held))
@@ -234,7 +229,7 @@ class PrefillRole(Role):
         await asyncio.to_thread(self._pool.close, 1.0)
 
 
-def _one_token(intent: PublishIntent) -> Any:
+def _one_token(intents: Intents) -> Any:
     """Sampling of a prefill: one token, that ends the request in the step that computed the prompt."""
     from vllm import SamplingParams
 
@@ -243,5 +238,5 @@ def _one_token(intent: PublishIntent) -> Any:
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
-        extra_args={"kv_transfer_params": {PARAMS: Intents(publish=intent)}},
+        extra_args={"kv_transfer_params": {PARAMS: intents}},
     )

@@ -381,18 +381,20 @@ class Dispatcher:
             return
         self._cooldown.forget(link.worker_id)
         self.metrics.publish_seconds.observe(now - flight.dispatched)
-        computed = max(0, message.length - message.cached_tokens)
+        cached = min(message.cached_tokens + message.store_tokens, message.length)
+        computed = message.length - cached
         self.policy.prefilled(link.worker_id, flight.prompt, computed, now - flight.dispatched, alone)
-        flight.boundary = Boundary(
-            message.boundary, message.length, message.cached_tokens, link, link.session
-        )
+        flight.boundary = Boundary(message.boundary, message.length, cached, link, link.session)
+            if message.kind == "store_full":  # said before anything was computed: nothing is late for it
+                self._handover_failed(flight, "store_full", message.error)
+                return
         trace = flight.trace
         trace.boundary, trace.boundary_length, trace.boundary_bytes = (
             message.boundary,
             message.length,
             message.bytes,
         )
-        trace.prefill_cached = message.cached_tokens
+        trace.prefill_cached, trace.prefill_restored = message.cached_tokens, message.store_tokens
         trace.published_after = round(now - flight.arrival, 6)
         chosen = flight.reserved
         self._unreserve(flight)

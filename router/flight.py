@@ -38,7 +38,7 @@ class Boundary:
     key: str
     length: int
     cached_tokens: int
-    """Of the prompt, found in the prefill worker's own prefix cache."""
+    """Of the prompt, found in the prefill worker's own prefix cache or restored there from checkpoints."""
     publisher: WorkerLink
     session: int
     """The publisher's stream; the boundary does not outlive it."""

@@ -22,12 +22,13 @@ LocalReason = Literal[
     "no_prefill_worker",
     "prefill_failed",
     "prefill_timeout",
+    "store_full",
 ]
 """Why a prompt is prefilled on its decode worker (label of deltaserve_router_local_prefill_total)."""
 
 LOCAL_REASONS: tuple[str, ...] = get_args(LocalReason)
 
-HANDOVER_FAILED: tuple[LocalReason, ...] = ("prefill_failed", "prefill_timeout")
+HANDOVER_FAILED: tuple[LocalReason, ...] = ("prefill_failed", "prefill_timeout", "store_full")
 """A request with one of these reasons is not handed over again; the others are decided anew at each placement."""
 
 ANSWER_TOKENS = 512

@@ -47,6 +47,8 @@ class Trace:
     """Prompt tokens that the decode worker computed."""
     prefill_cached: int = 0
     """Prompt tokens found in the prefill worker's own prefix cache."""
+    prefill_restored: int = 0
+    """Prompt tokens that the prefill worker restored from checkpoints in the store."""
     boundary: str = ""
     boundary_length: int = 0
     boundary_bytes: int = 0

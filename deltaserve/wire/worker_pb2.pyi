@@ -131,7 +131,7 @@ class Step(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[int]] = ..., rare: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Published(_message.Message):
-    __slots__ = ("id", "committed", "boundary", "length", "bytes", "error", "cached_tokens")
+    __slots__ = ("id", "committed", "boundary", "length", "bytes", "error", "cached_tokens", "store_tokens", "kind")
     ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,8 @@ class Published(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     id: int
     committed: bool
     boundary: str
@@ -146,7 +148,9 @@ class Published(_message.Message):
     bytes: int
     error: str
     cached_tokens: int
-    def __init__(self, id: _Optional[int] = ..., committed: _Optional[bool] = ..., boundary: _Optional[str] = ..., length: _Optional[int] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    store_tokens: int
+    kind: str
+    def __init__(self, id: _Optional[int] = ..., committed: _Optional[bool] = ..., boundary: _Optional[str] = ..., length: _Optional[int] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., store_tokens: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("id", "from_store", "local", "failure")

@@ -52,6 +52,7 @@ class Knobs:
     load_failure: str = ""
     cached_tokens: int = 0
     """Of the prompt, "found" in this worker's own prefix cache."""
+    store_tokens: int = 0
     stop_after: int = 0
     """> 0: FinishReason.STOP after so many tokens, before max_tokens."""
 
@@ -189,6 +190,7 @@ class WorkerDouble(WorkerServicer):
             published.bytes = 1000 * published.length
             published.cached_tokens = self.knobs.cached_tokens
             stream.boundaries.add(published.boundary)
+            published.store_tokens = self.knobs.store_tokens
         stream.publishing.pop(add.id, None)
         stream.out.put_nowait(pb.FromWorker(published=published))
 

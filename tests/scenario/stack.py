@@ -49,7 +49,7 @@ LEASE = 0.2
 """Seconds of a lease in the sweepers' eyes; a dead owner is swept after twice that."""
 
 _NO_CHECKPOINTS: dict[str, Any] = (
-    {"checkpoint_tokens": 0} if "checkpoint_tokens" in WorkerConfig.model_fields else {}
+    {"checkpoint_bytes": 0} if "checkpoint_bytes" in WorkerConfig.model_fields else {}
 )
 """What belongs to requests alone can be counted only where nothing is kept for others."""
 
@@ -140,7 +140,7 @@ class Worker:
             return PrefillRole(
                 self.config, self.worker_id, self.published_geometry, self.ledger, self.pool, forget
             )
-        return DecodeRole(self.geometry, self.ledger, self.pool, forget)
+        return DecodeRole(self.config, self.worker_id, self.geometry, self.ledger, self.pool, forget)
 
     def _description(self) -> pb.WorkerDescription:
         return pb.WorkerDescription(

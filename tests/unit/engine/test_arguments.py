@@ -31,6 +31,20 @@ def test_each_role_gets_this_projects_connector_and_recomputes_what_fails() -> N
         assert transfer["kv_connector_module_path"] == "statestore.connector"
 
 
+def test_steps_of_a_prefill_end_where_checkpoints_may_lie() -> None:
+    args = engine_args(WorkerConfig(role="prefill", checkpoint_tokens=256), None)
+    assert (args["long_prefill_token_threshold"], args["max_num_scheduled_tokens"]) == (256, 256)
+    on_gpu = engine_args(WorkerConfig(role="prefill", checkpoint_tokens=256, device="cuda"), None)
+    assert on_gpu["long_prefill_token_threshold"] == 256
+    assert "max_num_scheduled_tokens" not in on_gpu
+    for config in (
+        WorkerConfig(role="decode"),
+        WorkerConfig(role="prefill", checkpoint_tokens=0),
+        WorkerConfig(role="prefill", checkpoint_bytes=0),
+    ):
+        assert "long_prefill_token_threshold" not in engine_args(config, None)
+
+
 def test_further_arguments_win() -> None:
     config = WorkerConfig(extra_args={"max_num_seqs": 99})
     assert engine_args(config, None)["max_num_seqs"] == 99

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
 
+from decode_worker.role import DecodeRole
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.role import Job
 from deltaserve.membership import Member
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from prefill_worker.role import PrefillRole
-from statestore.boundary import ObjectEntry, object_key
-from statestore.connector.intents import PARAMS, PublishIntent, PublishOutcome
+from statestore.boundary import BoundaryRecord, ObjectEntry, object_key
+from statestore.connector.intents import PARAMS, Intents, PublishIntent, PublishOutcome
 from statestore.connector.links import Links
 from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry
@@ -85,56 +88,138 @@ def job(stream: Stream, prompt: list[int], **handoff: Any) -> Job:
     return Job(key="s1-7", add=add, stream=stream)
 
 
-class PrefillHarness:
-    """A prefill role, joined, with everything it writes to."""
+class Harness:
+    """A role, joined, with everything it writes to. Several may share a register and a store."""
 
-    def __init__(self, tp: int = 1) -> None:
-        self.register = Register()
+    role: Any
+    worker_id: str
+
+    def __init__(self, tp: int = 1, beside: Harness | None = None, **config: Any) -> None:
+        """`beside`: another harness of the same cluster; `config`: fields of WorkerConfig."""
+        self.register = Register() if beside is None else beside.register
         self.membership = MembershipDouble(self.register)
-        self.ledger = LedgerDouble(self.register)
-        self.store = Store()
+        self.ledger = LedgerDouble(self.register, None if beside is None else beside.ledger.records)
+        self.store = Store() if beside is None else beside.store
         self.pool = PoolDouble(self.store)
         self.forgotten: list[Job] = []
         self.geometry = geometry(tp=tp)
-        config = WorkerConfig(role="prefill", load_timeout=1.0)
-        self.role = PrefillRole(
-            config, "prefill-a", self.geometry, self.ledger, self.pool, self.forgotten.append
-        )
+        self.config = WorkerConfig(**{"load_timeout": 1.0, "checkpoint_tokens": 16, **config})
 
     async def join(self) -> None:
         """Register the worker and tell the role its lease."""
-        member = Member("prefill-a", "prefill", "127.0.0.1:1", MODEL, self.geometry.fingerprint(), 0)
+        role = self.worker_id.partition("-")[0]
+        member = Member(self.worker_id, role, "127.0.0.1:1", MODEL, self.geometry.fingerprint(), 0)  # type: ignore[arg-type]
         self.membership.on_lease = self.role.on_lease
         joined = await self.membership.join(member)
         await self.role.on_lease(joined.lease)
 
-    def intent(self, request: Any) -> PublishIntent:
+    def see(self) -> None:
+        """The role's index catches up with the ledger."""
+        self.role.publisher.index.apply(self.ledger._checkpoints())
+
+    def intents(self, request: Any) -> Intents:
         """What the role asks of the connector."""
-        publish = request.sampling_params.extra_args["kv_transfer_params"][PARAMS].publish
-        assert isinstance(publish, PublishIntent)
+        found = request.sampling_params.extra_args["kv_transfer_params"][PARAMS]
+        assert isinstance(found, Intents)
+        return found
+
+    def intent(self, request: Any) -> PublishIntent:
+        """What the role asks to publish."""
+        publish = self.intents(request).publish
+        assert publish is not None
         return publish
 
     def outcome(self, request: Any, *reports: RankReport) -> PublishOutcome:
         """What the connector says when these ranks have reported the only link."""
         intent = self.intent(request)
         assert intent.length is not None
-        links = Links(intent, len(reports))
+        links = Links(replace(intent, checkpoint_tokens=0), len(reports))
         link = links.due(intent.length, 16)
         assert link is not None
         links.report(link.number, list(reports))
         return links.outcome([])
 
-    def written(self, request: Any, rank: int = 0, failure: str = "") -> RankReport:
+    def outcome_of(
+        self,
+        request: Any,
+        steps: Sequence[int],
+        tokens: Sequence[int] = (),
+        failed: str = "",
+        load_failed: bool = False,
+    ) -> PublishOutcome:
+        """What the connector says after steps that end at these numbers of tokens, with every object really stored.
+
+        `tokens`: those of an answer's end. `failed`: a kind of failure of the final link.
+        """
+        intent = self.intent(request)
+        links = Links(intent, self.geometry.tp)
+        if load_failed:
+            links.rebase()
+        ends = [link for step in steps if (link := links.due(step, 16)) is not None]
+        if intent.length is None and (end := links.finish(len(tokens))) is not None:
+            ends.append(end)
+        for link in ends:
+            bad = failed if link.final else ""
+            reports = [
+                self.written(request, rank, bad, link.number, link.base, link.length)
+                for rank in range(self.geometry.tp)
+            ]
+            links.report(link.number, reports)
+        links.close()
+        return links.outcome(list(tokens))
+
+    def written(
+        self, request: Any, rank: int = 0, failure: str = "", link: int = 0, base: int = 0, length: int = 0
+    ) -> RankReport:
         """What a rank reports after it has written its two objects (they are really in the store)."""
         intent = self.intent(request)
         report = RankReport(rank, failure=failure, detail=failure and f"{failure} on purpose")
         for group in ("kda", "mla") if not failure else ():
-            key = object_key(MODEL, intent.epoch, group, rank)
+            key = object_key(MODEL, intent.epoch, group, rank, link)  # type: ignore[arg-type]
             with self.pool.staging(64, 1.0) as data:
                 data[:] = 7
                 placement = self.pool.put(key, [data])
+            high = length or intent.length or 1
             report.objects.append(
-                ObjectEntry(key, group, 64, ("00" * 16,), 0, intent.length, True, placement.segment)
+                ObjectEntry(key, group, 64, ("00" * 16,), base, high, True, placement.segment)  # type: ignore[arg-type]
             )
             report.nbytes += 64
         return report
+
+    async def settle(self) -> None:
+        """Wait for what the role does after its message."""
+        for _ in range(250):
+            if not self.role._tasks:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the role's tasks do not end")
+
+    def checkpoints(self) -> dict[str, BoundaryRecord]:
+        """Committed ones in the ledger."""
+        return self.ledger._checkpoints()
+
+    def own(self) -> list[str]:
+        """Ids of what is in the ledger and no checkpoint."""
+        return [name for name in self.ledger.records if name not in self.checkpoints()]
+
+
+class PrefillHarness(Harness):
+    """A prefill role."""
+
+    def __init__(self, tp: int = 1, name: str = "a", beside: Harness | None = None, **config: Any) -> None:
+        super().__init__(tp, beside, role="prefill", **config)
+        self.worker_id = f"prefill-{name}"
+        self.role = PrefillRole(
+            self.config, self.worker_id, self.geometry, self.ledger, self.pool, self.forgotten.append
+        )
+
+
+class DecodeHarness(Harness):
+    """A decode role."""
+
+    def __init__(self, tp: int = 1, name: str = "a", beside: Harness | None = None, **config: Any) -> None:
+        super().__init__(tp, beside, **{"role": "decode", "checkpoint_min_tokens": 8, **config})
+        self.worker_id = f"decode-{name}"
+        self.role = DecodeRole(
+            self.config, self.worker_id, self.geometry, self.ledger, self.pool, self.forgotten.append
+        )

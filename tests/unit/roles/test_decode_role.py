@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from decode_worker.role import DecodeRole
 from deltaserve.engine.role import Job
 from deltaserve.wire import worker_pb2 as pb
 from statestore.boundary import BoundaryRecord
 from statestore.connector.messages import RankReport
 from statestore.connector.scheduler_half import LoadIntent
-from tests.unit.roles.harness import PrefillHarness, Stream, geometry, job
+from tests.unit.roles.harness import DecodeHarness, PrefillHarness, Stream, geometry, job
 
 PROMPT = list(range(200, 233))
 
@@ -22,10 +21,11 @@ PROMPT = list(range(200, 233))
 class Case:
     """A published boundary, and a decode role that reads the same ledger."""
 
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         self.prefill = PrefillHarness()
         self.stream = Stream()
-        self.role = DecodeRole(geometry(tp=2), self.prefill.ledger, self.prefill.pool, lambda job: None)
+        self.decode = DecodeHarness(2, beside=self.prefill, **{"checkpoint_bytes": 0, **config})
+        self.role = self.decode.role
 
     async def publish(self) -> str:
         stream = Stream()

@@ -92,7 +92,7 @@ async def test_what_cannot_be_given_back_now_is_given_back_later() -> None:
     h, stream = PrefillHarness(), Stream()
     j, request = await _prepared(h, stream)
     report = h.written(request)
-    await j.state["open"]
+    await j.state["publication"].opening
     await h.register.set_away(True)
     h.role.on_written(j, h.outcome(request, report))
     assert not (await stream.next()).published.committed
@@ -123,11 +123,15 @@ async def test_ranks_that_never_report_run_into_the_deadline() -> None:
     message = await stream.next()
     assert not message.published.committed
     assert "deadline" in message.published.error
-    await _settle(h)
-    # Late objects of that publish have an epoch that nobody will read, and go with the worker or the sweeper.
+    assert h.ledger.records, "ranks may still write: the record says where"
+    assert not h.forgotten
+    # The job keeps its name until its ranks have reported; then all of it goes, and the router hears nothing more.
     h.role.on_written(j, h.outcome(request, h.written(request)))
+    await _settle(h)
     assert not stream.sent
     assert not h.ledger.records
+    assert not h.store.objects
+    assert h.forgotten == [j]
 
 
 async def test_epochs_are_never_reused_and_follow_the_lease() -> None:
@@ -159,9 +163,4 @@ async def test_a_load_directive_is_refused() -> None:
 
 
 async def _settle(h: PrefillHarness) -> None:
-    """Wait for what the role does after its message."""
-    for _ in range(100):
-        if not h.role._tasks:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the role's tasks do not end")
+    await h.settle()

@@ -155,6 +155,28 @@ async def test_prefill_workers_that_keep_failing_are_left_out_for_a_while() -> N
         assert c.metric("local_prefill_total", reason="prefill_failed") == 6
 
 
+async def test_a_full_store_is_told_apart_and_leaves_nobody_out() -> None:
+    async with cluster() as c:
+        c.prefill.knobs.publish_error, c.prefill.knobs.publish_kind = "no room", "store_full"
+        for _ in range(6):
+            name = c.add(PROMPT)
+            await c.finish(name)
+        assert len(c.prefill.adds) == 6, "it answers at once, and may have room the next time"
+        assert c.trace(name)["route"] == "local store_full d0"
+        assert c.metric("local_prefill_total", reason="store_full") == 6
+
+
+async def test_tokens_restored_from_checkpoints_count_as_cached() -> None:
+    async with cluster() as c:
+        c.prefill.knobs.cached_tokens, c.prefill.knobs.store_tokens = 16, 20
+        name = c.add(PROMPT)
+        await c.finish(name)
+        stats = c.outputs[name][0].prefill_stats
+        assert (stats.num_cached_tokens, stats.num_computed_tokens) == (36, 14)
+        trace = c.trace(name)
+        assert (trace["prefill_cached"], trace["prefill_restored"], trace["from_store"]) == (16, 20, 49)
+
+
 async def test_a_late_prefill_is_aborted_and_its_boundary_released() -> None:
     async with cluster(prefill_timeout=0.05) as c:
         c.prefill.knobs.publish_seconds = 0.3

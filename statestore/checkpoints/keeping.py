@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Giving back what lies in the store, and making room by evicting checkpoints.
+
+Order of removal: objects first, the record last. A reader that still holds the record finds objects missing, which is a
+counted miss; the other order would leave objects that nobody knows. What cannot be removed now is tried again until it
+is: the sweeper is for dead owners only, and what a living one leaves behind, nobody else would remove.
+
+Eviction takes the least recently used checkpoint of this worker that nothing rests on; what it rested on may be next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from deltaserve.telemetry import HANDOFF
+from statestore.boundary import BoundaryRecord
+from statestore.checkpoints.budget import Budget
+from statestore.checkpoints.index import CheckpointIndex
+from statestore.ledger import Ledger, LedgerError
+from statestore.pool import Pool, PoolError
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 5.0
+"""Seconds between attempts to give back what etcd or the store could not take back."""
+
+Background = Callable[[Coroutine[Any, Any, Any]], None]
+"""Runs a coroutine beside the requests."""
+
+_AWAY = (PoolError, LedgerError, ConnectionError, TimeoutError)
+
+
+class Keeper:
+    """See the module's description. Belongs to one event loop."""
+
+    def __init__(
+        self, ledger: Ledger, pool: Pool, index: CheckpointIndex, budget: Budget, background: Background
+    ) -> None:
+        self._ledger, self._pool, self._index = ledger, pool, index
+        self.budget = budget
+        self._background = background
+        self._evicting = asyncio.Lock()
+
+    async def give_back(
+        self,
+        records: Sequence[BoundaryRecord],
+        keys: Iterable[str],
+        done: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Remove objects, then records; `done` is called when both have gone. Returns whether they have already.
+
+        Never raises: what fails is tried again in the background.
+        """
+        wanted = list(dict.fromkeys(keys))
+        if await self._try_to_give_back(records, wanted):
+            done()
+            return True
+        self._background(self._keep_giving_back(records, wanted, done))
+        return False
+
+    async def _keep_giving_back(
+        self, records: Sequence[BoundaryRecord], keys: list[str], done: Callable[[], None]
+    ) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            if await self._try_to_give_back(records, keys):
+                log.info("given back at last: %s", ", ".join(record.id for record in records))
+                done()
+                return
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _try_to_give_back(self, records: Sequence[BoundaryRecord], keys: list[str]) -> bool:
+        names = ", ".join(record.id for record in records)
+        try:
+            left = await asyncio.to_thread(self._pool.remove, keys) if keys else []
+            if left:
+                log.warning("%d objects of %s cannot be removed yet", len(left), names)
+                return False
+            if records:
+                await self._ledger.release(*records)
+        except _AWAY as error:
+            log.warning("%s cannot be given back yet: %s", names or f"{len(keys)} objects", error)
+            return False
+        return True
+
+    async def make_room(self, nbytes: int = 0) -> bool:
+        """Evict until `nbytes` more fit and the checkpoints are within their limit. Returns whether they fit."""
+        async with self._evicting:
+            await self._evict_while(lambda: self.budget.excess(nbytes) > 0)
+        return self.budget.fits(nbytes)
+
+    async def evict_some(self, nbytes: int) -> None:
+        """Evict so many bytes of checkpoints, or all that can be, because the store has no room."""
+        goal = self.budget.checkpoint_bytes - nbytes
+        async with self._evicting:
+            await self._evict_while(lambda: self.budget.checkpoint_bytes > max(0, goal))
+
+    async def _evict_while(self, needed: Callable[[], bool]) -> None:
+        refused: set[str] = set()
+        while needed():
+            victim = self._victim(refused)
+            if victim is None:
+                return
+            try:
+                evicting = await self._ledger.begin_eviction(victim)
+                if evicting is None:
+                    # A request's own boundary rests on it; or it was swept, because this worker was thought dead.
+                    refused.add(victim.id)
+                    if await self._ledger.get(victim.id) is None:
+                        self._forget(victim)
+                    continue
+            except (LedgerError, ConnectionError, TimeoutError) as error:
+                log.warning("checkpoint %s cannot be evicted now: %s", victim.id, error)
+                return
+            self._index.remove(victim.id)
+            refused.add(victim.id)
+            keys = [entry.key for entry in victim.objects()]
+            if not await self.give_back([evicting], keys, lambda gone=victim: self._evicted(gone)):  # type: ignore[misc]
+                return  # the store is away: others would not go either
+
+    def _victim(self, refused: set[str]) -> BoundaryRecord | None:
+        leaves = (
+            record
+            for name, record in self.budget.checkpoints.items()
+            if name not in refused and self._index.is_leaf(name)
+        )
+        return min(leaves, key=lambda record: self._index.last_used(record.id), default=None)
+
+    def _evicted(self, record: BoundaryRecord) -> None:
+        self._forget(record)
+        HANDOFF.evicted(record.nbytes)
+
+    def _forget(self, record: BoundaryRecord) -> None:
+        self.budget.drop(record.id)
+        self._index.remove(record.id)
+        HANDOFF.kept(self.budget.checkpoint_bytes)
