@@ -43,6 +43,7 @@ class Knobs:
     step_seconds: float = 0.001
     publish_seconds: float = 0.0
     publish_error: str = ""
+    publish_kind: str = ""
     mute_publish: bool = False
     """True: a publish never ends."""
     mute_steps: bool = False
@@ -51,8 +52,8 @@ class Knobs:
     """True: every Add ends with FinishReason.ERROR."""
     load_failure: str = ""
     cached_tokens: int = 0
-    """Of the prompt, "found" in this worker's own prefix cache."""
     store_tokens: int = 0
+    """Of the prompt, "found" in this worker's own prefix cache."""
     stop_after: int = 0
     """> 0: FinishReason.STOP after so many tokens, before max_tokens."""
 
@@ -182,15 +183,15 @@ class WorkerDouble(WorkerServicer):
         if self.knobs.mute_publish:
             await asyncio.Event().wait()
         await asyncio.sleep(self.knobs.publish_seconds)
-        published = pb.Published(id=add.id, error=self.knobs.publish_error)
+        published = pb.Published(id=add.id, error=self.knobs.publish_error, kind=self.knobs.publish_kind)
         if not published.error:
             published.committed = True
             published.boundary = f"{self.worker_id}/{add.id}"
             published.length = len(add.prompt) - 1
             published.bytes = 1000 * published.length
             published.cached_tokens = self.knobs.cached_tokens
-            stream.boundaries.add(published.boundary)
             published.store_tokens = self.knobs.store_tokens
+            stream.boundaries.add(published.boundary)
         stream.publishing.pop(add.id, None)
         stream.out.put_nowait(pb.FromWorker(published=published))
 
