@@ -28,7 +28,10 @@ class Publisher:
         self._geometry = view.geometry
 
     def publish(self, job: PublishJob, report: RankReport) -> None:
-        """Write the objects and name them in `report`; on any error remove what was written, then raise it."""
+        """Write the objects and name them in `report`; on any error remove what was written, then raise it.
+
+        What cannot be removed stays in the report, so that the owner can try again.
+        """
         check_table(self._view, job.blocks, job.length, "publish")
         g = self._geometry
         try:
@@ -43,8 +46,9 @@ class Publisher:
                         check_rows(data, g, finite=True)
                     self._put(job, report, plan, data)
         except BaseException:
-            self._remove([entry.key for entry in report.objects])
-            report.objects = []
+            left = self._remove([entry.key for entry in report.objects])
+            report.objects = [entry for entry in report.objects if entry.key in left]
+            report.nbytes = 0
             raise
 
     def _put(self, job: PublishJob, report: RankReport, plan: ObjectPlan, data: Bytes) -> None:
@@ -72,9 +76,10 @@ class Publisher:
         segments = job.segment.split(",")
         return segments[self._rank % len(segments)]
 
-    def _remove(self, keys: list[str]) -> None:
+    def _remove(self, keys: list[str]) -> list[str]:
+        """Returns the keys that could not be removed."""
         try:
-            if keys:
-                self._pool.remove(keys)
+            return self._pool.remove(keys) if keys else []
         except PoolError as error:
-            log.warning("objects of a failed publish stay until their owner is swept: %s", error)
+            log.warning("objects of a failed publish cannot be removed yet: %s", error)
+            return keys

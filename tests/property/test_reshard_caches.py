@@ -8,6 +8,7 @@ blocks and the null block must keep the pattern (NaN) that they had.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from statestore.connector.checks import VerificationFailed
 from statestore.connector.loading import Loader
 from statestore.connector.messages import LoadJob, PublishJob, RankReport
 from statestore.connector.publishing import Publisher
-from statestore.reshard import Packing
+from statestore.reshard import Packing, plan_read_chain
 from tests.doubles.pool import PoolDouble, Store
 from tests.property.rank_caches import RankCaches, blocks_for
-from tests.property.reshard_cases import Case, cases, geometry
+from tests.property.reshard_cases import Case, cases, chains, geometry
 from tests.property.reshard_reference import World
 from tests.property.reshard_worker import TALLIES, Tally, record_of
 
@@ -46,7 +47,17 @@ def publish(
         before = rank_caches.memory.copy()
         view = CacheView(rank_caches.caches, rank_caches.config, dataclasses.replace(g, **(seen or {})))
         packing = case.packing
-        job = PublishJob("k", Epoch(7, 1), case.length, tables, "", packing.dcp, packing.interleave)
+        job = PublishJob(
+            "k",
+            Epoch(7, 1 + case.link),
+            case.length,
+            tables,
+            "",
+            packing.dcp,
+            packing.interleave,
+            case.base,
+            case.link,
+        )
         report = RankReport(rank)
         Publisher(view, pool, rank, 5.0).publish(job, report)
         assert (rank_caches.memory == before).all(), "publishing changed the caches"
@@ -58,7 +69,7 @@ def load(
     case: Case,
     world: World,
     pool: PoolDouble,
-    record: BoundaryRecord,
+    records: Sequence[BoundaryRecord],
     seed: int,
     block_major: bool,
     seen: dict[str, Any] | None = None,
@@ -74,7 +85,7 @@ def load(
         view = CacheView(rank_caches.caches, rank_caches.config, dataclasses.replace(g, **(seen or {})))
         report = RankReport(rank)
         Loader(view, pool, rank, 5.0, True, "none").load(
-            LoadJob("k", (record,), tables, case.local_tokens), report
+            LoadJob("k", tuple(records), tables, case.local_tokens), report
         )
         assert (rank_caches.memory == expected.memory).all(), "the caches differ"
         moved += report.nbytes
@@ -100,9 +111,37 @@ def transfer(
                 heads = case.source.num_heads // case.source.tp
                 want = b"".join(world.head(head) for head in range(rank * heads, (rank + 1) * heads))
                 assert raw == want, "the object differs"
-        return load(case, world, pool, record, seed + 1, block_major[1], target_seen)
+        return load(case, world, pool, [record], seed + 1, block_major[1], target_seen)
     finally:
         pool.close()
+
+
+def transfer_chain(links: Sequence[Case], seed: int = 1, states: bool = True) -> int:
+    """Every link by ranks of its own, each with a state of its own, then the chain into the target's caches.
+
+    `states` False: all links have the last one's state, so that a wrong one would not show.
+    """
+    pool = PoolDouble(Store())
+    try:
+        last = links[-1]
+        world = World.random(last.source, last.length, seed)
+        records = []
+        for link in links:
+            state = (
+                World.random(last.source, 1, seed + 1 + link.link) if states and link is not last else world
+            )
+            mine = dataclasses.replace(state, rows=world.rows[:, : link.length])
+            records.append(publish(link, mine, pool, seed + link.link, bool(link.link % 2)))
+        return load(last, world, pool, records, seed + 9, True)
+    finally:
+        pool.close()
+
+
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(chains(longest=150, small_tp=True), st.integers(0, 99))
+def test_any_chain_of_caches(links: tuple[Case, ...], seed: int) -> None:
+    moved = transfer_chain(links, seed)
+    TALLIES.setdefault("whole caches, chains", Tally()).add(links[-1].target.tp, moved, moved)
 
 
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -176,7 +215,7 @@ def test_wrong_tables_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World.random(CASE.source, CASE.length)
     pool = PoolDouble(Store())
     record = publish(CASE, world, pool, 1, False)
-    load(CASE, world, pool, record, 2, True)
+    load(CASE, world, pool, [record], 2, True)
     lay_out = RankCaches.lay_out
 
     def swapped(self: RankCaches, world: World, rank: int, tables: Any, first_token: int = 0) -> None:
@@ -184,5 +223,44 @@ def test_wrong_tables_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RankCaches, "lay_out", swapped)
     with pytest.raises(AssertionError, match="caches differ"):
-        load(CASE, world, pool, record, 2, True)
+        load(CASE, world, pool, [record], 2, True)
     pool.close()
+
+
+CHAIN = (
+    Case(geometry(tp=2, head_v=4), CASE.target, 48, Packing()),
+    dataclasses.replace(CASE, base=48, link=1),
+)
+
+
+def _state_of_the_first(records: Sequence[BoundaryRecord], *where: Any) -> Any:
+    right = plan_read_chain(records, *where)
+    first = plan_read_chain(records[:1], *where[:2], 0)
+    states = {p.head: p for p in first.pieces if p.tokens is None}
+    pieces = [dataclasses.replace(states[p.head], at=p.at) if p.tokens is None else p for p in right.pieces]
+    return dataclasses.replace(right, pieces=tuple(pieces))
+
+
+def _rows_of_the_last(records: Sequence[BoundaryRecord], *where: Any) -> Any:
+    right = plan_read_chain(records, *where)
+    kept = [p for p in right.pieces if p.tokens is None or "/1/mla/" in p.entry.key]
+    at = [0]
+    for piece in kept:
+        at.append(at[-1] + piece.unit.nbytes)
+    return dataclasses.replace(
+        right, pieces=tuple(dataclasses.replace(p, at=a) for p, a in zip(kept, at, strict=False))
+    )
+
+
+@pytest.mark.parametrize("plan", [_state_of_the_first, _rows_of_the_last])
+def test_a_chain_read_wrongly_is_noticed(plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer_chain(CHAIN)
+    monkeypatch.setattr("statestore.connector.loading.plan_read_chain", plan)
+    with pytest.raises(AssertionError, match="caches differ"):
+        transfer_chain(CHAIN)
+
+
+def test_equal_states_would_hide_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why every link of the property has a state of its own."""
+    monkeypatch.setattr("statestore.connector.loading.plan_read_chain", _state_of_the_first)
+    transfer_chain(CHAIN, states=False)

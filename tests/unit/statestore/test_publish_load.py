@@ -44,7 +44,7 @@ PAIRS = {
 
 
 class Handoff:
-    """One boundary between two roles, each rank with caches of its own."""
+    """One boundary between two roles, each rank with caches of its own; `case.base` and `case.link` make it a link."""
 
     def __init__(self, case: Case, seed: int = 1, store: Store | None = None) -> None:
         self.case = case
@@ -61,11 +61,22 @@ class Handoff:
     def _caches(self, g: Geometry) -> RankCaches:
         return RankCaches(g, blocks_for(g, self.case.length))
 
-    def publish_rank(self, rank: int, tables: tuple[list[int], ...] | None = None) -> RankReport:
+    def publish_rank(
+        self, rank: int, tables: tuple[list[int], ...] | None = None, segment: str = "", final: bool = True
+    ) -> RankReport:
         caches, packing = self.writers[rank], self.case.packing
         view = CacheView(caches.caches, caches.config, self.case.source)
         job = PublishJob(
-            "k", self.epoch, self.case.length, tables or self.tables, "", packing.dcp, packing.interleave
+            "k",
+            self.epoch,
+            self.case.length,
+            tables or self.tables,
+            segment,
+            packing.dcp,
+            packing.interleave,
+            self.case.base,
+            self.case.link,
+            final,
         )
         report = RankReport(rank)
         try:
@@ -87,8 +98,9 @@ class Handoff:
         view = CacheView(caches.caches, caches.config, target)
         self.before = caches.memory.copy()
         self.loading = caches
+        records = (*changes.pop("parents", ()), record)
         Loader(view, self.pool, rank, 1.0, verify, "none").load(
-            LoadJob("k", (record,), tables, changes.pop("local", 0)), RankReport(rank)
+            LoadJob("k", records, tables, changes.pop("local", 0)), RankReport(rank)
         )
         return caches
 
@@ -103,10 +115,10 @@ class Handoff:
         stored = self.store.objects[key]
         stored.data = change(stored.data.copy())
 
-    def outcome(self, rank: int, record: BoundaryRecord) -> str:
+    def outcome(self, rank: int, record: BoundaryRecord, **changes: Any) -> str:
         """ "exact", "wrong", or the kind of failure of a load that has left the caches alone."""
         try:
-            return "exact" if self.is_exact(rank, self.load(rank, record)) else "wrong"
+            return "exact" if self.is_exact(rank, self.load(rank, record, **changes)) else "wrong"
         except Exception as error:
             untouched = (self.loading.memory == self.before).all()
             return failure_kind(error) if untouched else "written before it failed"
@@ -391,3 +403,108 @@ def test_a_local_prefix_is_left_as_it_is(handoff: Handoff) -> None:
     expected.lay_out(handoff.world, 0, expected.tables(LENGTH, 5), first_token=64)
     assert (caches.memory == expected.memory).all()
     assert not handoff.is_exact(0, caches)
+
+
+# ---- links
+
+
+class Chain:
+    """Two links of one sequence, by publishers of different layouts, into one store."""
+
+    def __init__(self, pair: str) -> None:
+        whole = PAIRS[pair]
+        first = dataclasses.replace(whole, source=geometry(tp=3, head_v=4), length=48)
+        last = dataclasses.replace(whole, base=48, link=1)
+        self.last = Handoff(last)
+        self.first = Handoff(first, seed=2, store=self.last.store)
+        # The rows are those of one sequence; the states are of different lengths.
+        self.first.world = dataclasses.replace(self.first.world, rows=self.last.world.rows[:, :48])
+        for rank, caches in enumerate(self.first.writers):
+            caches.lay_out(self.first.world, rank, self.first.tables)
+        self.parent = self.first.publish()
+        self.record = self.last.publish()
+
+    def outcome(self, rank: int, *parents: BoundaryRecord, record: BoundaryRecord | None = None) -> str:
+        return self.last.outcome(rank, record or self.record, parents=parents)
+
+
+@pytest.fixture(params=sorted(PAIRS))
+def chain(request: pytest.FixtureRequest) -> Chain:
+    return Chain(request.param)
+
+
+def test_a_chain_restores_every_rank(chain: Chain) -> None:
+    for rank in range(chain.last.case.target.tp):
+        assert chain.outcome(rank, chain.parent) == "exact"
+
+
+def test_a_link_has_its_own_rows_only(chain: Chain) -> None:
+    sizes = chain.last.case.source.sizes
+    rows = {
+        record.link: sum(e.nbytes for e in record.objects() if e.group == "mla")
+        for record in (chain.parent, chain.record)
+    }
+    assert rows == {0: 48 * sizes.mla_token, 1: (LENGTH - 48) * sizes.mla_token}
+    lows = [e.token_lo for e in chain.record.objects() if e.group == "mla"]
+    assert min(lows) == 48
+
+
+@pytest.mark.parametrize("group", ["kda", "mla"])
+def test_damage_in_a_parent(chain: Chain, group: str) -> None:
+    """Its rows are checked like those of the boundary itself; its state is not read."""
+
+    def flip(data: np.ndarray) -> np.ndarray:
+        data[0] ^= 0x10
+        return data
+
+    chain.first.damage(group, flip, rank=2)
+    outcomes = {chain.outcome(rank, chain.parent) for rank in range(chain.last.case.target.tp)}
+    assert (
+        outcomes == {"exact"} if group == "kda" else outcomes <= {"exact", "digest"} and "digest" in outcomes
+    )
+
+
+def test_a_parent_that_was_evicted(chain: Chain) -> None:
+    chain.last.pool.remove([entry.key for entry in chain.parent.objects()])
+    assert chain.outcome(0, chain.parent) == "missing"
+
+
+def test_chains_that_do_not_join(chain: Chain) -> None:
+    assert chain.outcome(0) == "record"
+    assert chain.outcome(0, chain.parent, chain.parent) == "record"
+    gap = dataclasses.replace(chain.record, parents=("another",))
+    assert chain.outcome(0, chain.parent, record=gap) == "record"
+
+
+def test_the_epoch_of_every_record_is_checked(chain: Chain) -> None:
+    stale = dataclasses.replace(chain.parent, epoch=Epoch(7, 99))
+    assert chain.outcome(0, stale) == "epoch"
+    other_link = dataclasses.replace(chain.record, link=2)
+    assert chain.outcome(0, chain.parent, record=other_link) == "epoch"
+
+
+def test_a_parent_of_another_geometry(chain: Chain) -> None:
+    other = dataclasses.replace(geometry(tp=3, head_v=4), kv_cache_dtype="float8_e4m3")
+    assert chain.outcome(0, dataclasses.replace(chain.parent, geometry=other.to_json())) == "geometry"
+
+
+def test_where_a_checkpoint_goes() -> None:
+    """Its rows to who reads them now; its state, which nobody reads yet, stays with the writer. A final link: all."""
+    store = Store()
+    writer, reader = PoolDouble(store), PoolDouble(store).segment_name
+    for link, final, state in ((0, False, writer.segment_name), (1, True, reader)):
+        handoff = Handoff(dataclasses.replace(PAIRS["equal"], link=link), store=store)
+        handoff.pool = writer
+        report = handoff.publish_rank(1, segment=reader, final=final)
+        assert {entry.group: entry.segment for entry in report.objects} == {"kda": state, "mla": reader}
+
+
+def test_objects_that_cannot_be_removed_are_named(handoff: Handoff, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publish failed, and so did the removal: whoever owns the epoch tries again."""
+    (segment,) = handoff.store.room
+    handoff.store.room[segment] = handoff.case.source.sizes.kda_rank + 10
+    monkeypatch.setattr(handoff.pool, "remove", lambda keys: list(keys))
+    with pytest.raises(PoolFull):
+        handoff.publish_rank(0)
+    assert [entry.group for entry in handoff.report.objects] == ["kda"]
+    assert handoff.report.nbytes == 0
