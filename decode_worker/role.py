@@ -119,7 +119,7 @@ class DecodeRole(Role):
             return
         bad = next((report for report in reports if report.failure), None)
         if bad is not None:
-            self.publisher.load_failed(chain, bad.failure)
+            self.publisher.load_failed(chain, bad)
             self._report(job, 0, bad.failure, of=chain[-1].length)
             return
         HANDOFF.loaded(

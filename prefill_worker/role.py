@@ -129,7 +129,7 @@ class PrefillRole(Role):
         )
         HANDOFF.failed("load", bad.failure)
         HANDOFF.recomputed(bad.failure, publication.base)
-        self.publisher.load_failed(publication.chain, bad.failure)
+        self.publisher.load_failed(publication.chain, bad)
 
     def on_end(self, job: Job, reason: str) -> None:
         if reason == "finished":

@@ -189,16 +189,16 @@ class EtcdLedger(Ledger):
                 known = {key: self._reading(kv, known) for key, kv in state.items.items()}
                 yield {record.id: record for _, record in known.values() if record is not None}
 
-    async def begin_eviction(self, record: BoundaryRecord) -> BoundaryRecord | None:
+    async def begin_eviction(self, record: BoundaryRecord, bad: bool = False) -> BoundaryRecord | None:
         """See `Ledger.begin_eviction`."""
         evicting = replace(record, state="evicting")
-        key, value = self._key(record.id), evicting.to_json()
+        key = self._key(record.id)
+        compare = [Compare.value(self._checkpoint(record.id), record.to_json())]
+        if not bad:
+            compare.append(Compare.none_under(self._children(record.id)))
         result = await self._etcd.txn(
-            [
-                Compare.value(self._checkpoint(record.id), record.to_json()),
-                Compare.none_under(self._children(record.id)),
-            ],
-            [Op.delete(self._checkpoint(record.id)), Op.put(key, value)],
+            compare,
+            [Op.delete(self._checkpoint(record.id)), Op.put(key, evicting.to_json())],
             [Op.get(key)],
         )
         return evicting if result.succeeded or _is_value(result.reads[0], evicting) else None

@@ -145,9 +145,10 @@ class Ledger(ABC):
         """
 
     @abstractmethod
-    async def begin_eviction(self, record: BoundaryRecord) -> BoundaryRecord | None:
+    async def begin_eviction(self, record: BoundaryRecord, bad: bool = False) -> BoundaryRecord | None:
         """Make a committed checkpoint invisible, as state `evicting`, so that its objects can be removed.
 
+        `bad`: also when something rests on it, because a load of it has failed: what rests on it is of no use either.
         Returns the record as it is now; None when something rests on it, or it is no committed checkpoint any more.
         """
 

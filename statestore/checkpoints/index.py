@@ -44,6 +44,8 @@ class CheckpointIndex:
         self._used: dict[str, float] = {}
         self._bad: set[str] = set()
         self._readable: dict[str, bool] = {}
+        self.on_gone: Callable[[BoundaryRecord], None] = lambda record: None
+        """Called when the ledger shows a checkpoint no more."""
 
     @property
     def records(self) -> Mapping[str, BoundaryRecord]:
@@ -63,8 +65,9 @@ class CheckpointIndex:
 
     def apply(self, records: Mapping[str, BoundaryRecord]) -> None:
         """These are the committed checkpoints now."""
-        for gone in self._records.keys() - records.keys():
-            self.remove(gone)
+        for gone in [record for name, record in self._records.items() if name not in records]:
+            self.remove(gone.id)
+            self.on_gone(gone)
         self.add(record for name, record in records.items() if name not in self._records)
 
     def add(self, records: Iterable[BoundaryRecord]) -> None:

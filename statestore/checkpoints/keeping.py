@@ -6,6 +6,8 @@ counted miss; the other order would leave objects that nobody knows. What cannot
 is: the sweeper is for dead owners only, and what a living one leaves behind, nobody else would remove.
 
 Eviction takes the least recently used checkpoint of this worker that nothing rests on; what it rested on may be next.
+A checkpoint that failed a load is of no use to anybody: whoever finds it makes it invisible, and its owner, who sees it
+vanish, gives it back.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Keeper:
         self.budget = budget
         self._background = background
         self._evicting = asyncio.Lock()
+        self._going: set[str] = set()
+        index.on_gone = self._vanished
 
     async def give_back(
         self,
@@ -101,25 +105,42 @@ class Keeper:
         async with self._evicting:
             await self._evict_while(lambda: self.budget.checkpoint_bytes > max(0, goal))
 
+    async def condemn(self, records: Iterable[BoundaryRecord]) -> None:
+        """Make checkpoints that failed a load invisible to all, whoever owns them."""
+        for record in records:
+            try:
+                if await self._ledger.begin_eviction(record, bad=True) is not None:
+                    log.warning("checkpoint %s of %s failed a load and is no more", record.id, record.owner)
+            except _AWAY as error:
+                log.warning("checkpoint %s cannot be condemned now: %s", record.id, error)
+
+    def _vanished(self, record: BoundaryRecord) -> None:
+        """A checkpoint is not visible any more; one of this worker's own, that it did not evict, is given back."""
+        if record.id in self.budget.checkpoints and record.id not in self._going:
+            self._going.add(record.id)
+            keys = [entry.key for entry in record.objects()]
+            self._background(self.give_back([record], keys, lambda: self._evicted(record)))
+
     async def _evict_while(self, needed: Callable[[], bool]) -> None:
         refused: set[str] = set()
         while needed():
             victim = self._victim(refused)
             if victim is None:
                 return
+            refused.add(victim.id)
+            self._going.add(victim.id)
+            evicting = None
             try:
                 evicting = await self._ledger.begin_eviction(victim)
-                if evicting is None:
-                    # A request's own boundary rests on it; or it was swept, because this worker was thought dead.
-                    refused.add(victim.id)
-                    if await self._ledger.get(victim.id) is None:
-                        self._forget(victim)
-                    continue
             except (LedgerError, ConnectionError, TimeoutError) as error:
                 log.warning("checkpoint %s cannot be evicted now: %s", victim.id, error)
                 return
+            finally:
+                if evicting is None:
+                    self._going.discard(victim.id)
+            if evicting is None:
+                continue  # a request's own boundary rests on it, or it is gone and the index will say so
             self._index.remove(victim.id)
-            refused.add(victim.id)
             keys = [entry.key for entry in victim.objects()]
             if not await self.give_back([evicting], keys, lambda gone=victim: self._evicted(gone)):  # type: ignore[misc]
                 return  # the store is away: others would not go either
@@ -128,15 +149,13 @@ class Keeper:
         leaves = (
             record
             for name, record in self.budget.checkpoints.items()
-            if name not in refused and self._index.is_leaf(name)
+            if name not in refused and name not in self._going and self._index.is_leaf(name)
         )
         return min(leaves, key=lambda record: self._index.last_used(record.id), default=None)
 
     def _evicted(self, record: BoundaryRecord) -> None:
-        self._forget(record)
-        HANDOFF.evicted(record.nbytes)
-
-    def _forget(self, record: BoundaryRecord) -> None:
+        self._going.discard(record.id)
         self.budget.drop(record.id)
         self._index.remove(record.id)
+        HANDOFF.evicted(record.nbytes)
         HANDOFF.kept(self.budget.checkpoint_bytes)

@@ -26,6 +26,7 @@ from statestore.checkpoints.chain import MAX_PARENTS, adopt
 from statestore.checkpoints.index import CheckpointIndex
 from statestore.checkpoints.keeping import Background, Keeper
 from statestore.connector.intents import PublishOutcome
+from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry
 from statestore.ledger import (
     MAX_LINKS,
@@ -38,11 +39,15 @@ from statestore.ledger import (
 from statestore.pool import Pool
 from statestore.prefix import prefix_hash, prefix_hashes
 from statestore.reshard import Packing
+from statestore.sweeping import object_keys
 
 log = logging.getLogger(__name__)
 
 _ADOPTIONS = 3
 """Commits of one publish that may find another worker's checkpoints."""
+
+_TRANSIENT = ("store_unavailable", "timeout", "ledger")
+"""Kinds of failed loads that say nothing about what was to be loaded."""
 
 
 @dataclass
@@ -271,7 +276,21 @@ class Publisher:
         """Bytes that a publish wanted to write."""
         return self.budget.held(str(publication.epoch))
 
-    def load_failed(self, chain: Chain, kind: str) -> None:
-        """A load of `chain` failed: unless the store was only away, what was to be restored is found no more."""
-        if chain and kind not in ("store_unavailable", "timeout", "ledger"):
-            self.index.quarantine(chain[-1].id)
+    def load_failed(self, chain: Chain, report: RankReport) -> None:
+        """A load of `chain` failed: unless the store was only away, what was bad in it is found no more, by nobody.
+
+        The report's words name the object; where they do not, it is the record that was to be restored.
+        """
+        if report.failure in _TRANSIENT:
+            return
+        bad = [record for record in chain if any(_names(report.detail, key) for key in object_keys(record))]
+        bad = [record for record in bad or chain[-1:] if record.reusable]
+        for record in bad:
+            self.index.quarantine(record.id)
+        if bad:
+            self._background(self.keeper.condemn(bad))
+
+
+def _names(words: str, key: str) -> bool:
+    at = words.find(key)
+    return at >= 0 and not words[at + len(key) : at + len(key) + 1].isdigit()

@@ -107,7 +107,7 @@ class LedgerDouble(Ledger):
                 yield dict(now)
             await asyncio.sleep(0.002)
 
-    async def begin_eviction(self, record: BoundaryRecord) -> BoundaryRecord | None:
+    async def begin_eviction(self, record: BoundaryRecord, bad: bool = False) -> BoundaryRecord | None:
         self._register.require()
         self.writes += 1
         evicting = replace(record, state="evicting")
@@ -116,7 +116,7 @@ class LedgerDouble(Ledger):
             return evicting
         if there != record.to_json() or record.state != "committed" or not record.reusable:
             return None
-        if record.id in await self.pins():
+        if not bad and record.id in await self.pins():
             return None
         self.records[record.id] = evicting.to_json()
         return evicting

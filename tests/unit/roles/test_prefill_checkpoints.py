@@ -147,9 +147,34 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_computed_and_not_found_agai
     # The healthy checkpoint of 32 tokens is built upon; the rotten one of 64 is not, and has a healthy twin now.
     assert [r.length for r in chain] == [32, 64, len(other) - 1]
     assert bad.id not in {r.id for r in chain}
-    assert bad.id not in await h.ledger.pins() or bad.id not in chain[1].parents
+    await h.settle()
     h.see()
+    await h.settle()
+    assert bad.id not in h.ledger.records, "its owner has given it back"
+    assert not [key for key in h.store.objects if key in {entry.key for entry in bad.objects()}]
     assert h.role.publisher.index.lookup(PROMPT, "", LENGTH)[-1].id == chain[1].id
+
+
+async def test_the_record_that_the_report_names_is_the_bad_one_and_its_owner_gives_it_back() -> None:
+    """The reader is another worker, and what it was to restore is healthy: the record below it is not."""
+    owner = await joined()
+    await publish(owner)
+    reader = PrefillHarness(name="b", beside=owner)
+    await reader.join()
+    reader.see()
+    j = job(Stream(), [*PROMPT[:66], 1, 2], publish=pb.Publish())
+    request = await reader.role.prepare(j)
+    root, leaf = h_load(reader, request)
+    key = root.objects()[1].key
+    reader.role.on_restored(j, 0, [RankReport(0, failure="missing", detail=f"PoolMissing: get {key}: gone")])
+    await asyncio.sleep(0.05)
+    owner.see()
+    await owner.settle()
+    assert root.id not in owner.ledger.records
+    assert leaf.id in owner.checkpoints()
+    for h in (owner, reader):
+        h.see()
+        assert h.role.publisher.index.lookup(PROMPT, "", LENGTH) == (), "what rests on it is of no use"
 
 
 async def test_a_store_that_is_away_puts_nothing_into_quarantine() -> None:

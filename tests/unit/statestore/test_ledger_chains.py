@@ -137,6 +137,19 @@ async def test_what_something_rests_on_is_not_evicted(world: World) -> None:
     assert await world.ledger.begin_eviction(checkpoint) is None
 
 
+async def test_what_is_bad_goes_whatever_rests_on_it(world: World) -> None:
+    epoch = await world.owner()
+    links = await publish(world, chain_of(epoch, [16, 32, 40]))
+    assert await world.other.begin_eviction(links[0], bad=True) == replace(links[0], state="evicting")
+    with pytest.raises(ChainBroken):
+        await world.ledger.get_chain(links[2].id)
+    assert await world.ledger.release(links[0])
+    assert await world.other.pins() == {links[0].id: [links[1].id], links[1].id: [links[2].id]}
+    await world.ledger.release(links[2])
+    await world.ledger.release(links[1])
+    assert await world.other.pins() == {}
+
+
 async def test_a_name_that_begins_alike_is_no_child(world: World) -> None:
     epoch = await world.owner()
     one = replace(link_record(epoch, 0, 0, 16), id="check")
