@@ -5,8 +5,8 @@ A pinned block has one more reference in vLLM's block pool. So it outlives its r
 and the recycling of KDA states (align mode gives a state's block back two steps later); the prefix cache may share it
 meanwhile, because nobody writes into a block that has been filled.
 
-Read from vLLM 0.32.0 and 0.33.0: `KVCacheManager.get_blocks(request_id).blocks`, one list of `KVCacheBlock` a cache
-group, and `KVCacheManager.block_pool` with `touch` and `free_blocks`. `bind` refuses a manager without them.
+Read from vLLM 0.32.0: `KVCacheManager.get_blocks(request_id).blocks`, one list of `KVCacheBlock` a cache group, and
+`KVCacheManager.block_pool` with `touch` and `free_blocks`. `bind` refuses, at start, a vLLM without them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """The connector's worker half, one a rank: moves bytes between this rank's caches and the store.
 
 Every job ends with exactly one report, whatever happens in it: the report is what returns the blocks. Jobs run on this
-rank's I/O threads; the engine thread only starts them and collects what has ended. publishing.py and loading.py have
+rank's I/O threads; the engine thread only starts them and collects what has ended. Loads have threads of their own: a
+request waits for its load, and nobody waits for a checkpoint or the end of an answer. publishing.py and loading.py have
 the work, checks.py what state must pass.
 """
 
@@ -27,6 +28,7 @@ from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable, SizeMi
 log = logging.getLogger(__name__)
 
 IO_THREADS = 2
+"""That write, and as many that read."""
 
 
 class WorkerHalf:
@@ -44,7 +46,8 @@ class WorkerHalf:
         self._pool: Pool | None = None
         self._publisher: Publisher | None = None
         self._loader: Loader | None = None
-        self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-io")
+        self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-write")
+        self._reading = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-read")
         self._lock = threading.Lock()
         self._reports = RankReports()
         self._received: set[str] = set()
@@ -81,13 +84,13 @@ class WorkerHalf:
             publish(job, report)
 
         for job in jobs:
-            self._threads.submit(self._publish, job, run)
+            self._writing.submit(self._publish, job, run)
 
     def start_loads(self, jobs: list[LoadJob]) -> None:
         """Start reading; returns at once."""
         for job in jobs:
             assert self._loader is not None
-            self._threads.submit(self._load, job, self._loader.load)
+            self._reading.submit(self._load, job, self._loader.load)
 
     def results(self) -> Any:
         """vLLM's view of what has ended since the last step."""
@@ -110,7 +113,10 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Stop the I/O threads and leave the store."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._writing, self._reading):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._writing, self._reading):
+            threads.shutdown(wait=True)
         if self._pool is not None:
             self._pool.close()
 
