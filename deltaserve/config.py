@@ -148,6 +148,17 @@ class RouterConfig(BaseModel):
     handover_min_tokens: int = Field(
         256, ge=2, description="shortest prompt that is handed over under placement auto"
     )
+    api_keys: Path | None = Field(
+        None,
+        description="JSON file of API keys and their limits (docs/overload.md); empty: everybody may enter",
+    )
+    slots_per_seq: float = Field(
+        1.5, gt=0, description="requests let in for each that the decode workers can run at once; others wait"
+    )
+    max_queued: int = Field(1024, ge=0, description="requests that may wait to be let in; more get 429")
+    ttft_slo: float = Field(
+        0.0, ge=0, description="seconds to the first token; what cannot meet it gets 429 at once; 0: no limit"
+    )
     policy: Literal["least", "prefix", "price"] = Field(
         "least", description="how workers are chosen, and which prompts are handed over under placement auto"
     )

@@ -40,6 +40,7 @@ from deltaserve.membership import Membership
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from router import policy
+from router.admission import PROMPT_SEEN
 from router.cooldown import Cooldown
 from router.flight import Boundary, Flight, Stage
 from router.metrics import Metrics
@@ -61,6 +62,8 @@ log = logging.getLogger(__name__)
 
 MAX_FLIGHTS = 8192
 """Engine requests held at once; more are refused."""
+DEFAULT_SEQS = 8
+"""Requests that a worker runs at once when it does not say."""
 MAX_ATTEMPTS = 3
 """Decode workers tried for one request without a token in between."""
 LOOK_SECONDS = 0.5
@@ -126,6 +129,8 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         now = loop.time()
         prompt_tokens = len(request.prompt_token_ids)
+        if (seen := PROMPT_SEEN.get()) is not None:
+            seen(prompt_tokens)
         placement = override or self.config.placement
         flight = Flight(
             request=request,
@@ -176,6 +181,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests held now."""
         return len(self._flights)
+
+    @property
+    def decode_slots(self) -> int:
+        """Requests that the decode workers can run at once."""
+        return sum(worker.description.max_num_seqs or DEFAULT_SEQS for worker in self.roster.ready("decode"))
 
     # ---- placing
 
@@ -376,6 +386,9 @@ class Dispatcher:
         self._leave(flight)
         now = asyncio.get_running_loop().time()
         if not message.committed:
+            if message.kind == "store_full":  # said before anything was computed: nothing is late for it
+                self._handover_failed(flight, "store_full", message.error)
+                return
             self._cooldown.failed(link.worker_id)
             self._handover_failed(flight, "prefill_failed", message.error or "the boundary was not committed")
             return
@@ -385,9 +398,6 @@ class Dispatcher:
         computed = message.length - cached
         self.policy.prefilled(link.worker_id, flight.prompt, computed, now - flight.dispatched, alone)
         flight.boundary = Boundary(message.boundary, message.length, cached, link, link.session)
-            if message.kind == "store_full":  # said before anything was computed: nothing is late for it
-                self._handover_failed(flight, "store_full", message.error)
-                return
         trace = flight.trace
         trace.boundary, trace.boundary_length, trace.boundary_bytes = (
             message.boundary,

@@ -6,6 +6,8 @@
     a body longer than max_body_bytes              413 (and what the client still sends is read, up to a bound)
     a body that takes too long                     408
     kv_transfer_params that mean nothing here      400
+    an API key that opens nothing                  401
+    limits reached, or a deadline that cannot be met   429 with Retry-After (docs/overload.md)
     no decode worker for worker_wait seconds       503 with Retry-After, also if the last one goes later
     a stream that ends with an error               the error is its last event, without a [DONE]
 
@@ -16,14 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from router.admission import PROMPT_SEEN, Door, Key, KeyRing, Permit, Refused
 from router.dispatcher import MAX_FLIGHTS, Dispatcher
 from router.errors import error_body
-from router.placement import InvalidPlacement, parse_override
+from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
+
+T = TypeVar("T", int, float)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -41,8 +47,11 @@ SERVED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/v1/models", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"), _READ),
 }
 """What this server offers, with methods; vLLM's other paths steer an engine, and there is none here."""
+OPEN = frozenset({"/metrics", "/version"})
+"""What needs no API key, beside /health: probes and Prometheus have none."""
 _RESPONSE = re.compile(r"^/v1/responses/[^/]+(/cancel)?$")
 _TRACE = "/deltaserve/requests/"
+_UNKNOWN_KEY = "this API key opens nothing; send a known one as `Authorization: Bearer KEY`"
 _NO_DECODE_WORKER = "no decode worker is reachable; GET /health says what is missing"
 
 BODY_SECONDS = 60.0
@@ -86,29 +95,73 @@ def _no_done_after_error(send: Send) -> Send:
     return guarded
 
 
+def _noting_first_byte(send: Send, permit: Permit) -> Send:
+    """Tell the permit when the answer begins; only a stream's first byte is its first token."""
+
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.body" and message.get("body"):
+            permit.first_byte()
+        await send(message)
+
+    return noting
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _credential(scope: Scope) -> bytes:
+    """The API key as OpenAI's clients send it, or as Anthropic's do."""
+    return _header(scope, b"authorization") or _header(scope, b"x-api-key")
+
+
+def _number(scope: Scope, name: bytes, kind: type[T]) -> T | None:
+    """A header that is a number; None without it. Raises Refused when it is something else."""
+    text = _header(scope, name)
+    if not text:
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise Refused(400, f"{name.decode()}: {text[:40]!r} is no number") from None
+
+
 class Gateway:
     """See the module's description."""
 
     def __init__(self, app: App, dispatcher: Dispatcher) -> None:
         self._app = app
         self._dispatcher = dispatcher
-        self._config = dispatcher.config
+        self._config = config = dispatcher.config
+        self._keys = KeyRing.read(config.api_keys) if config.api_keys else KeyRing()
+        self.door = Door(
+            lambda: math.ceil(config.slots_per_seq * dispatcher.decode_slots),
+            config.max_queued,
+            config.ttft_slo,
+            max(0.1, config.worker_wait),
+        )
+        dispatcher.roster.on_change = self.door.pump
+        dispatcher.metrics.queued.set_function(lambda: self.door.queued)
+        dispatcher.metrics.inside.set_function(lambda: self.door.inside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path, method = scope["path"], scope["method"]
+        key = self._keys.find(_credential(scope))
         if path == "/health" and method in ("GET", "HEAD"):
             await self._health(send)
+        elif key is None and path not in OPEN:
+            await self._refuse(send, 401, _UNKNOWN_KEY)
         elif path.startswith(_TRACE) and method == "GET":
             await self._trace(send, unquote(path[len(_TRACE) :]))
         elif path not in SERVED and not _RESPONSE.match(path):
             await self._refuse(send, 404, f"there is no {path} here; GET /openapi.json lists what there is")
         elif path in SERVED and method not in SERVED[path]:
             await self._refuse(send, 405, f"{path} takes {' or '.join(SERVED[path])}, not {method}")
-        elif method == "POST":
-            await self._post(scope, receive, send)
+        elif method == "POST" and key is not None:
+            await self._post(scope, receive, send, key)
         else:
             await self._app(scope, receive, send)
 
@@ -153,7 +206,7 @@ class Gateway:
 
     # ---- requests with a body
 
-    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _post(self, scope: Scope, receive: Receive, send: Send, key: Key) -> None:
         limit = self._config.max_body_bytes
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -192,9 +245,29 @@ class Gateway:
 
         if b'"stream"' in body:
             send = _no_done_after_error(send)
-        if scope["path"] in GENERATING:
+        if scope["path"] not in GENERATING:
+            await self._app(scope, replay, send)
+            return
+        try:
+            permit = await self._enter(scope, body, key)
+        except Refused as refused:
+            await self._refuse(send, refused.status, str(refused), retry_after=refused.retry_after)
+            return
+        try:
+            PROMPT_SEEN.set(lambda tokens: self.door.pace.seen(len(body), tokens))
             send = self._unavailable_without_workers(send)
-        await self._app(scope, replay, send)
+            await self._app(scope, replay, _noting_first_byte(send, permit) if b'"stream"' in body else send)
+        finally:
+            permit.leave()
+
+    async def _enter(self, scope: Scope, body: bytes, key: Key) -> Permit:
+        """A slot for this request. Raises Refused, also for headers that say nothing sensible."""
+        cost = len(body) / self.door.pace.bytes_per_token + ANSWER_TOKENS
+        priority = _number(scope, b"x-priority", int)
+        deadline = _number(scope, b"x-ttft-deadline-ms", float)
+        if deadline is not None and not 0 < deadline < 1e9:
+            raise Refused(400, "x-ttft-deadline-ms: must be milliseconds, more than 0")
+        return await self.door.enter(key, cost, priority, None if deadline is None else deadline / 1000)
 
     def _unavailable_without_workers(self, send: Send) -> Send:
         """Turn vLLM's 500 into 503 when what failed is that no decode worker is left: a client may try again then."""

@@ -73,6 +73,12 @@ class Metrics:
             ["status"],
             registry=registry,
         )
+        self.queued = Gauge(
+            "deltaserve_router_queued", "HTTP requests that wait to be let in", registry=registry
+        )
+        self.inside = Gauge(
+            "deltaserve_router_inside", "HTTP requests let in and not ended", registry=registry
+        )
         self.in_flight = Gauge("deltaserve_router_in_flight", "Engine requests held now", registry=registry)
         self.workers = Gauge(
             "deltaserve_router_workers", "Workers by role and state", ["role", "state"], registry=registry

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from deltaserve.config import Role
@@ -33,6 +34,8 @@ class Roster:
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._decode_up = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when workers have come or gone."""
         self.view: View | None = None
         """The last view seen; None: none yet."""
 
@@ -70,6 +73,7 @@ class Roster:
             self._decode_up.set()
         else:
             self._decode_up.clear()
+        self.on_change()
         for role in ROLES:
             links = [link for link in self._links.values() if link.member.role == role]
             ready = sum(link.ready for link in links)
