@@ -12,6 +12,7 @@ outlive our deadlines end soon after.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import subprocess
@@ -129,6 +130,8 @@ class Client:
         self._store: Any = MooncakeDistributedStore()
         self._name = ""
         self._endpoint = ""
+        self._lent = (0, 0)
+        self._leaves = True
 
     @property
     def segment_name(self) -> str:
@@ -139,6 +142,8 @@ class Client:
         """Connect, and lend `segment_bytes` (0: none)."""
         for name, value in _settings(config).items():
             os.environ.setdefault(name, value)
+        # With HA the library's close keeps the interpreter lock for 30 s: all threads of the process stand still.
+        self._leaves = "://" not in config.master
         # No buffer of the library's own: every call here is zero-copy.
         code = self._store.setup(
             config.hostname,
@@ -165,9 +170,9 @@ class Client:
             if self.start(key, probe.nbytes, self._name) == 0:
                 self.write(key, [(0, probe)])
                 self.end(key)
-                found = self.replica(key)
-                if not isinstance(found, int):
-                    self._endpoint = found[1]
+                for replica in self._memory_replicas(key):
+                    self._endpoint = str(replica.transport_endpoint)
+                    self._lent = _mapping_of(int(replica.buffer_address))
                 self.remove([key])
         finally:
             self.unregister(probe)
@@ -209,17 +214,21 @@ class Client:
 
     def replica(self, key: str) -> tuple[int, str] | int:
         """(bytes, endpoint) of the object's replica, or a code."""
-        replicas = self._store.get_replica_desc(key)
-        for replica in replicas:
-            if replica.is_memory_replica():
-                buffer = replica.get_memory_descriptor().buffer_descriptor
-                return int(buffer.size), str(buffer.transport_endpoint)
+        for buffer in self._memory_replicas(key):
+            return int(buffer.size), str(buffer.transport_endpoint)
         # An empty answer is a missing object as well as a master that is away.
         code = self.size(key)
         return code if code < 0 else MISSING
 
     def read_whole(self, key: str, buffers: Sequence[Bytes]) -> int:
         """Read an object into buffers that follow one another; returns bytes."""
+        local = self._local(key)
+        if local is not None:
+            ends = list(itertools.accumulate(buffer.nbytes for buffer in buffers))
+            if local.nbytes != (ends[-1] if ends else 0):
+                return PARAMS
+            pieces = [(end - buffer.nbytes, buffer) for end, buffer in zip(ends, buffers, strict=True)]
+            return _copy(local, pieces)
         return int(
             self._store.batch_get_into_multi_buffers(
                 [key],
@@ -230,7 +239,16 @@ class Client:
         )
 
     def read_ranges(self, key: str, pieces: Pieces) -> int:
-        """Read ranges; returns bytes, or the code of the first that failed."""
+        """Read ranges; returns bytes, or the code of the first that failed.
+
+        The library sends ranges over the transport even where the object lies in this process's own memory, at a
+        fifth of the speed of a copy: there they are copied here.
+        """
+        local = self._local(key)
+        if local is not None:
+            if any(offset + buffer.nbytes > local.nbytes for offset, buffer in pieces):
+                return PARAMS
+            return _copy(local, pieces)
         results = self._store.get_into_ranges(
             [extent(buffer)[0] for _, buffer in pieces],
             [[key]] * len(pieces),
@@ -240,6 +258,27 @@ class Client:
         )
         counts = [int(count) for of_buffer in results for of_key in of_buffer for count in of_key]
         return next((count for count in counts if count < 0), sum(counts))
+
+    def _memory_replicas(self, key: str) -> list[Any]:
+        """Buffer descriptors of the replicas in memory."""
+        replicas = self._store.get_replica_desc(key)
+        return [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]
+
+    def _local(self, key: str) -> Bytes | None:
+        """The object's bytes where they lie, when that is in the memory that this client lends.
+
+        Another process may have had the same endpoint before, so the address is compared too. As with the library's
+        own reads, what lies there may be another object's by the time it is read, if the object is being removed.
+        """
+        first, last = self._lent
+        if first == last:
+            return None
+        for buffer in self._memory_replicas(key):
+            address, nbytes = int(buffer.buffer_address), int(buffer.size)
+            at_home = str(buffer.transport_endpoint) == self._endpoint
+            if at_home and first <= address and address + nbytes <= last:
+                return np.asarray(_Memory(address, nbytes))
+        return None
 
     def size(self, key: str) -> int:
         """Bytes of an object."""
@@ -254,9 +293,44 @@ class Client:
         return int(self._store.health_check())
 
     def close(self) -> None:
-        """Leave the store; what is lent goes. Blocks up to 20 s when the master is away."""
+        """Leave the store; what is lent goes. Blocks up to 20 s when the master is away.
+
+        With HA nothing is done: the master misses this client when its time to live is over, as after a crash.
+        """
         with contextlib.suppress(Exception):
-            self._store.close()
+            if self._leaves:
+                self._store.close()
+
+
+class _Memory:
+    """Memory as numpy takes it, read-only."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, True),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _copy(source: Bytes, pieces: Pieces) -> int:
+    """Copy ranges; returns bytes. The interpreter lock is released meanwhile."""
+    done = 0
+    for offset, buffer in pieces:
+        np.copyto(buffer, source[offset : offset + buffer.nbytes])
+        done += buffer.nbytes
+    return done
+
+
+def _mapping_of(address: int) -> tuple[int, int]:
+    """First address, and one past the last, of the mapping of this process that holds `address`; (0, 0): unknown."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            first, _, last = line.partition(" ")[0].partition("-")
+            if int(first, 16) <= address < int(last, 16):
+                return int(first, 16), int(last, 16)
+    return 0, 0
 
 
 def probe(config: StoreConfig) -> bool:

@@ -25,9 +25,10 @@ from unittest import mock
 
 import numpy as np
 
-from deltaserve.config import WorkerConfig
+from deltaserve.config import StoreConfig, WorkerConfig
 from deltaserve.engine.arguments import connector_config, engine_args
-from tests.doubles.pool import DeadlinePool, PoolDouble, Store
+from statestore.pool import Pool
+from tests.doubles.pool import DeadlinePool, Store
 from tests.doubles.rank_memory import RankMemory, Tables, caches_config, dealt, from_heads, to_heads
 from tests.doubles.toy_model import KDA_LAYERS, MLA_LAYERS, ROW_WIDTH, State, ToyModel
 from tests.support.cluster import DEMO
@@ -62,6 +63,10 @@ def _vllm_config(config: WorkerConfig, worker_id: str, block_size: int, blocks: 
     return made
 
 
+def _pool_double(store: Store, config: StoreConfig) -> Pool:
+    return DeadlinePool(store, config.segment_bytes, timeout=config.timeout)
+
+
 class _NoGrammar:
     """Structured output for requests that have none."""
 
@@ -81,6 +86,7 @@ class EngineDouble:
         model: ToyModel | None = None,
         block_size: int = 32,
         blocks: int = 96,
+        make_pool: Callable[[StoreConfig], Pool] | None = None,
         on_step: Callable[[list[Any]], None] = lambda batches: None,
     ) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -111,8 +117,10 @@ class EngineDouble:
             self.vllm_config, self.kv_cache_config, _NoGrammar(), scheduler_block, hash_block
         )
         self.memory = [RankMemory(per_rank, block_size, blocks, page) for _ in range(self.tp)]
-        self.pools: list[PoolDouble] = []
-        self.connectors = [self._rank_connector(rank, store) for rank in range(self.tp)]
+        self.pools: list[Any] = []
+        """Of the ranks, in order: `DeadlinePool`s over `store`, or what `make_pool` made."""
+        self._make_pool = make_pool or functools.partial(_pool_double, store)
+        self.connectors = [self._rank_connector(rank) for rank in range(self.tp)]
         self._state_at: dict[str, int] = {}
         self._aggregator = self._new_aggregator()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -353,14 +361,14 @@ class EngineDouble:
 
         return KVOutputAggregator.from_connector(self.scheduler.get_kv_connector(), self.tp)
 
-    def _rank_connector(self, rank: int, store: Store) -> Any:
-        """A worker half of one rank, whose pool is a double and which believes that it is that rank."""
+    def _rank_connector(self, rank: int) -> Any:
+        """A worker half of one rank, whose pool is given and which believes that it is that rank."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         from statestore.connector import DeltaserveConnector
 
-        def pool(config: Any, **options: Any) -> PoolDouble:
-            made = DeadlinePool(store, config.segment_bytes, timeout=config.timeout)
+        def pool(config: StoreConfig, **options: Any) -> Pool:
+            made = self._make_pool(config)
             self.pools.append(made)
             return made
 

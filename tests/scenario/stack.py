@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
 import threading
@@ -47,6 +48,9 @@ from tests.doubles.toy_model import State, ToyModel
 SECONDS = 10.0
 LEASE = 0.2
 """Seconds of a lease in the sweepers' eyes; a dead owner is swept after twice that."""
+
+MakePool = Callable[..., Any]
+"""`make_pool(store configuration, lend)` makes a pool."""
 
 _NO_CHECKPOINTS: dict[str, Any] = (
     {"checkpoint_bytes": 0} if "checkpoint_bytes" in WorkerConfig.model_fields else {}
@@ -87,6 +91,7 @@ class Worker:
             stack.store,
             model=stack.model,
             on_step=self.service.on_step,
+            make_pool=None if stack.make_pool is None else functools.partial(stack.make_pool, lend=True),
             **engine,
         )
         self.engine.on_computed = self._keep_states
@@ -94,7 +99,11 @@ class Worker:
         self.published_geometry: Geometry = self.geometry
         self.register = _Reach(stack.register)
         self.ledger = LedgerDouble(self.register, stack.records)
-        self.pool = PoolDouble(stack.store, 0)
+        self.pool: Any = (
+            PoolDouble(stack.store, 0)
+            if stack.make_pool is None
+            else stack.make_pool(self.config.store, False)
+        )
         self.membership = MembershipDouble(stack.register)
         self.role: Role | None = None
         self.alive = False
@@ -105,7 +114,7 @@ class Worker:
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
-    def pools(self) -> list[PoolDouble]:
+    def pools(self) -> list[Any]:
         """Every pool of this worker: of its ranks, and its service's own."""
         return [*self.engine.pools, self.pool]
 
@@ -239,8 +248,9 @@ class Ask:
 class Stack:
     """The cluster. Made by `running`."""
 
-    def __init__(self, heads: int = 8, **router: Any) -> None:
+    def __init__(self, heads: int = 8, make_pool: MakePool | None = None, **router: Any) -> None:
         self.model = ToyModel(heads)
+        self.make_pool = make_pool
         self.store = Store()
         self.register = Register()
         self.records: dict[str, str] = {}
@@ -430,9 +440,9 @@ def failures(stage: str, kind: str) -> float:
 
 
 @contextlib.asynccontextmanager
-async def running(heads: int = 8, **router: Any) -> AsyncIterator[Stack]:
-    """A cluster without workers; whatever is added ends with it."""
-    stack = Stack(heads, **router)
+async def running(heads: int = 8, make_pool: MakePool | None = None, **router: Any) -> AsyncIterator[Stack]:
+    """A cluster without workers; whatever is added ends with it. `make_pool`: a store that is not a double."""
+    stack = Stack(heads, make_pool, **router)
     stack.dispatcher.start()
     reader = asyncio.create_task(stack.read())
     try:

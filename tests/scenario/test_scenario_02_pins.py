@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from statestore import sweeping
-from statestore.connector import DeltaserveConnector
+from statestore.connector.pins import Pins
 from tests.scenario.stack import Barrier, Stack, running, until
 
 SLOW_RANK = 5
@@ -105,15 +105,8 @@ async def test_control_without_a_sweeper(small: Stack, monkeypatch: pytest.Monke
 
 
 async def test_control_without_pins(small: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = DeltaserveConnector.get_transfer_results
+    def not_pinned(self: Pins, name: Any, request_id: str, spans: Any) -> None:
+        self._blocks[name] = []
 
-    def unsent(self: Any, finished: set[str]) -> Any:
-        found = results(self, finished)
-        found.finished_sending.clear()  # vLLM asks for nothing that was not pinned
-        return found
-
-    monkeypatch.setattr(
-        DeltaserveConnector, "request_finished_all_groups", lambda self, request, block_ids: (False, None)
-    )
-    monkeypatch.setattr(DeltaserveConnector, "get_transfer_results", unsent)
+    monkeypatch.setattr(Pins, "pin", not_pinned)
     assert not await handed_over_while_others_pass(small)

@@ -160,7 +160,7 @@ async def test_a_write_to_the_ledger(
     await impatient.back_to(baseline)
 
 
-@pytest.mark.parametrize("operation", ["write", "get"])
+@pytest.mark.parametrize("operation", ["reserve", "write", "seal", "get"])
 async def test_a_call_to_the_store_that_hangs(impatient: Stack, operation: str) -> None:
     baseline = impatient.gauges()
     barrier = Barrier()
