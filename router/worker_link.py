@@ -24,7 +24,6 @@ from deltaserve.membership import Member
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from deltaserve.wire.worker_pb2_grpc import WorkerStub
-from statestore.geometry import Geometry, GeometryError
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -40,15 +39,6 @@ RELEASE_SECONDS = 0.02
 """Releases may wait so long for others to share their message; nobody waits for them."""
 OUTGOING = 8192
 """Messages that may wait for one worker; more means that it does not read, and the link is reset."""
-
-
-def _sizes(geometry: str) -> tuple[int, int]:
-    """Bytes of a boundary that do not depend on its length, and bytes a token; (0, 0) for what is no geometry."""
-    try:
-        parsed = Geometry.from_json(geometry)
-    except GeometryError:
-        return 0, 0
-    return parsed.sizes.kda_rank * parsed.tp, parsed.sizes.mla_token
 
 
 class LinkDown(ConnectionError):
@@ -86,7 +76,6 @@ class WorkerLink:
         self.retiring = False
         """True: no longer a member, or draining; gets nothing new."""
         self.error = "not connected yet"
-        self._state_bytes = self._token_bytes = 0
         self._events = events
         self._queue: deque[pb.ToWorker] = deque()
         self._wake = asyncio.Event()
@@ -104,8 +93,8 @@ class WorkerLink:
         return len(self.legs)
 
     def state_bytes_of(self, tokens: int) -> int:
-        """Bytes of the state after `tokens` tokens, by the worker's geometry; 0: it has told none."""
-        return self._state_bytes + self._token_bytes * max(0, tokens)
+        """Bytes of the state after `tokens` tokens; 0: the worker has not said what it holds."""
+        return self.description.state_bytes + self.description.token_bytes * max(0, tokens)
 
     @property
     def ready(self) -> bool:
@@ -199,7 +188,6 @@ class WorkerLink:
             description = await stub.Describe(pb.DescribeRequest(), timeout=DESCRIBE_SECONDS)
             self._check(description)
             self.description = description
-            self._state_bytes, self._token_bytes = _sizes(description.geometry)
             call = self._call = stub.Engine()
             self.session += 1
             self.up = True

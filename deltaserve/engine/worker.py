@@ -179,6 +179,8 @@ def _description(
         max_model_len=vllm_config.model_config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         geometry=geometry.to_json(),
+        state_bytes=geometry.sizes.kda_rank * geometry.tp,
+        token_bytes=geometry.sizes.mla_token,
         segment=",".join(segments),
         vllm_version=vllm.__version__,
         dcp=geometry.dcp,

@@ -11,7 +11,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "capabilities")
+    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "state_bytes", "token_bytes", "capabilities")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,8 @@ class WorkerDescription(_message.Message):
     KV_CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DCP_FIELD_NUMBER: _ClassVar[int]
     INTERLEAVE_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
@@ -35,8 +37,10 @@ class WorkerDescription(_message.Message):
     kv_cache_tokens: int
     dcp: int
     interleave: int
+    state_bytes: int
+    token_bytes: int
     capabilities: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., capabilities: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., state_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ..., capabilities: _Optional[str] = ...) -> None: ...
 
 class ToWorker(_message.Message):
     __slots__ = ("add", "abort", "release")

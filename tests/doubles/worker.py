@@ -131,6 +131,8 @@ class WorkerDouble(WorkerServicer):
             role=self.role,
             model_digest=self.model_digest,
             max_model_len=16384,
+            state_bytes=1_500_000,
+            token_bytes=4_600,
             segment=f"segment-of-{self.worker_id}",
         )
 
