@@ -8,7 +8,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from statestore.digest import first_not_finite, first_null, unit_digest
+from statestore.digest import all_finite, first_not_finite, first_null, stream, unit_digest
 from statestore.geometry import DTYPE_BYTES
 
 Bytes = NDArray[np.uint8]
@@ -118,3 +118,57 @@ def test_finite_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="whole number"):
         first_not_finite(np.zeros((1, 3), np.uint8), "bfloat16")
     assert first_not_finite(np.zeros((0, 2), np.uint8), "bfloat16") is None
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 1 << 18, 1 << 21])
+def test_a_digest_in_pieces_is_the_digest(data: Bytes, piece: int) -> None:
+    if piece == 1:
+        data = data[:5000]
+    running = stream()
+    for at in range(0, len(data), piece):
+        running.update(data[at : at + piece])
+    assert running.hexdigest() == unit_digest(data)
+    # Control: a piece left out shows.
+    assert running.hexdigest() != unit_digest(data[:-1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent", "fraction"),
+    [("float16", 5, 10), ("bfloat16", 8, 7), ("float8_e5m2", 5, 2)],
+)
+def test_every_number_of_a_small_dtype(dtype: str, exponent: int, fraction: int) -> None:
+    """IEEE 754: not finite is an exponent of all ones, whatever the sign and the fraction."""
+    width = (1 + exponent + fraction) // 8
+    ones = (1 << exponent) - 1
+    numbers = np.arange(1 << 8 * width, dtype=f"u{width}")
+    expected = (numbers >> fraction & ones) != ones
+    assert 0 < np.count_nonzero(~expected) < len(numbers) // 2
+    found = [all_finite(numbers[n : n + 1].view(np.uint8), dtype) for n in range(len(numbers))]
+    assert found == expected.tolist()
+    # One among many that are finite is found as well.
+    many = np.tile(numbers[expected][:64], 8)
+    assert all_finite(many.view(np.uint8), dtype)
+    for bad in numbers[~expected][:8]:
+        many[100] = bad
+        assert not all_finite(many.view(np.uint8), dtype)
+        assert first_not_finite(many.view(np.uint8).reshape(8, -1), dtype) == 100 // 64
+
+
+def test_e4m3_has_two_numbers_that_are_not_finite() -> None:
+    numbers = np.arange(256, dtype=np.uint8)
+    bad = [n for n in range(256) if not all_finite(numbers[n : n + 1], "float8_e4m3")]
+    assert bad == [0x7F, 0xFF]
+
+
+def test_numbers_may_lie_apart() -> None:
+    """Parts of a larger array, of three dimensions, beginning at an odd byte."""
+    raw = np.zeros(1 + 4 * 6 * 64, np.uint8)
+    parts = raw[1:].reshape(4, 6, 64)[:, ::2, 8:24]
+    assert all_finite(parts, "float32")
+    assert all_finite(parts, "bfloat16")
+    parts[2, 1, 4:8] = 0xFF
+    assert not all_finite(parts, "float32")
+    assert not all_finite(parts, "bfloat16")
+    parts[2, 1, 4:8] = 0
+    raw[1:].reshape(4, 6, 64)[2, 1, 8:24] = 0xFF
+    assert all_finite(parts, "float32"), "looks beside the parts"

@@ -113,6 +113,53 @@ def test_ranged_reads(pair: Pair, key: str, memory: Memory) -> None:
     pair.a.remove([key])
 
 
+def test_what_lies_at_home_is_copied_and_not_sent(
+    real: Pair, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library sends ranges over the transport even to itself; whole objects and ranges both are copied."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("the library was asked")
+
+    with real.a.staging(64 << 10, 5) as source, real.b.staging(64 << 10, 5) as target:
+        source[:] = np.random.default_rng(1).integers(0, 256, source.nbytes, dtype=np.uint8)
+        assert real.a.put(key, [source], preferred_segment=real.b.segment_name).preferred
+        here, away = real.b._link.client, real.a._link.client  # type: ignore[attr-defined]
+        for name in ("get_into_ranges", "batch_get_into_multi_buffers"):
+            monkeypatch.setattr(here, "_store", _Without(here._store, name, refuse))
+            monkeypatch.setattr(away, "_store", _Without(away._store, name, refuse))
+        target[:] = 0xEE
+        real.b.get_into(key, [target[:1000], target[1000:]])
+        assert (target == source).all()
+        target[:] = 0xEE
+        real.b.get_ranges(key, [(60_000, target[:5]), (0, target[100:300])])
+        assert (target[:5] == source[60_000:60_005]).all()
+        assert (target[100:300] == source[:200]).all()
+        assert (target[5:100] == 0xEE).all()
+        with pytest.raises(SizeMismatch):
+            real.b.get_ranges(key, [(65_000, target[:600])])
+        with pytest.raises(SizeMismatch):
+            real.b.get_into(key, [target[:-1]])
+        # Control: what lies elsewhere is asked of the library, also under an endpoint that was another process's.
+        with pytest.raises(AssertionError, match="was asked"):
+            real.a.get_ranges(key, [(0, source[:5])])
+        monkeypatch.setattr(away, "_endpoint", here._endpoint)
+        monkeypatch.setattr(away, "_lent", (here._lent[1], here._lent[1] + 4096))
+        with pytest.raises(AssertionError, match="was asked"):
+            real.a.get_into(key, [source])
+    real.a.remove([key])
+
+
+class _Without:
+    """A library whose named call does something else."""
+
+    def __init__(self, store: object, name: str, instead: object) -> None:
+        self._store, self._name, self._instead = store, name, instead
+
+    def __getattr__(self, name: str) -> object:
+        return self._instead if name == self._name else getattr(self._store, name)
+
+
 def test_many_ranges_in_one_call(pair: Pair, key: str, memory: Memory) -> None:
     source, target = memory
     pair.a.put(key, [source])
