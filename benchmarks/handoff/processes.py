@@ -125,7 +125,7 @@ class Run:
 
 def _reading(stages: dict[str, float]) -> dict[str, float]:
     """The reader's stages, told apart from the publisher's of the same name."""
-    return {f"{stage} (read)" if stage in ("digest", "checks") else stage: s for stage, s in stages.items()}
+    return {f"{stage} (read)" if stage == "proof" else stage: s for stage, s in stages.items()}
 
 
 async def _join(config: EtcdConfig) -> tuple[EtcdMembership, int]:

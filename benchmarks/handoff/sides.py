@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.handoff.ledgers import SECONDS, LedgerLoop
 from benchmarks.handoff.shapes import SETS, Caches, Shape, World
-from benchmarks.handoff.spans import Spans, TimedPool, TimedView, recorded_checks
+from benchmarks.handoff.spans import Spans, TimedPool, TimedView, recorded_proofs
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
 from statestore.connector import loading, publishing
 from statestore.connector.messages import LoadJob, PublishJob, RankReport
@@ -72,7 +72,7 @@ class PublishingSide(_Side):
         super().__init__(shape, pool, ledger)
         self._owner, self._lease, self._counter = owner, lease, 0
         self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)
-        self._recording.enter_context(recorded_checks(publishing, self._spans))
+        self._recording.enter_context(recorded_proofs(publishing, self._spans))
         self._record: BoundaryRecord | None = None
 
     def prepare(self, turn: int) -> None:
@@ -113,14 +113,14 @@ class PublishingSide(_Side):
         self._publisher.publish(job, report)
         with self._spans.span("commit"):
             self._record = record.committed([RankEntry(0, "written", tuple(report.objects))])
-            self._ledger.run(self._ledger.ledger.commit(self._record))
+            self._ledger.run(self._ledger.ledger.commit([self._record]))
         return Published(record.id, began, self._spans.take())
 
     def release(self) -> None:
         """Give the objects and the record back."""
         assert self._record is not None
         self._pool.remove([entry.key for entry in self._record.objects()])
-        self._ledger.run(self._ledger.ledger.release(self._record.id))
+        self._ledger.run(self._ledger.ledger.release(self._record))
 
 
 class ReadingSide(_Side):
@@ -129,7 +129,7 @@ class ReadingSide(_Side):
     def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop, damage: str = "none") -> None:
         super().__init__(shape, pool, ledger)
         self._loader = loading.Loader(self._view, self._pool, 0, SECONDS, verify=True, damage=damage)
-        self._recording.enter_context(recorded_checks(loading, self._spans))
+        self._recording.enter_context(recorded_proofs(loading, self._spans))
 
     def prepare(self, turn: int) -> None:
         """Nothing like state where the state will go."""
@@ -139,11 +139,13 @@ class ReadingSide(_Side):
     def load(self, turn: int, boundary: str) -> Loaded:
         """From the boundary's name to verified state in the cache. Raises what the loader raises."""
         with self._spans.span("record"):
-            record = self._ledger.run(self._ledger.ledger.get_committed(boundary))
-        if record is None:
+            records = self._ledger.run(self._ledger.ledger.get_chain(boundary))
+        if not records:
             raise NotVerified(f"boundary {boundary} is not committed")
         report = RankReport(0)
-        job = LoadJob(key="bench", record=record, blocks=self._caches.tables[turn % SETS], local_tokens=0)
+        job = LoadJob(
+            key="bench", records=tuple(records), blocks=self._caches.tables[turn % SETS], local_tokens=0
+        )
         self._loader.load(job, report)
         return Loaded(time.monotonic(), self._spans.take(), report.nbytes)
 

@@ -27,13 +27,15 @@ POOL_STAGES = {
 """Calls of `statestore.pool.Pool` and the stage that each is."""
 
 CHECKS = {
-    "unit_digest": "digest",
-    "check_digest": "digest",
-    "check_heads": "checks",
-    "check_rows": "checks",
-    "check_table": "checks",
+    "unit_digest": "proof",
+    "check_digest": "proof",
+    "check_heads": "proof",
+    "check_rows": "proof",
 }
-"""Names in the modules of a publish or load, and the stage that each is."""
+"""Functions that a publish or load calls, and the stage that each is."""
+
+PROOFS = ("HeadsProof", "RowsProof")
+"""Classes that it uses; their `take` is a proof: digest and checks in one pass."""
 
 
 class Spans:
@@ -124,16 +126,30 @@ class TimedView(CacheView):
 
 
 @contextlib.contextmanager
-def recorded_checks(module: ModuleType, spans: Spans) -> Iterator[None]:
-    """Record digests and checks that `module` calls. Raises RuntimeError when it calls none by the known names."""
-    known = [name for name in CHECKS if hasattr(module, name)]
-    if not {"digest", "checks"} <= {CHECKS[name] for name in known}:
-        raise RuntimeError(
-            f"{module.__name__} calls none of {', '.join(CHECKS)} as digest and check; correct spans.CHECKS"
-        )
+def recorded_proofs(module: ModuleType, spans: Spans) -> Iterator[None]:
+    """Record digests and checks that `module` makes. Raises RuntimeError when it makes none by the known names."""
+    known: dict[str, Any] = {
+        name: spans.timed(stage, getattr(module, name))
+        for name, stage in CHECKS.items()
+        if hasattr(module, name)
+    }
+    for name in PROOFS:
+        if hasattr(module, name):
+            proof = getattr(module, name)
+            known[name] = type(name, (proof,), {"take": _timed_method(proof.take, spans)})
+    if not known:
+        raise RuntimeError(f"{module.__name__} proves nothing by the names of {__name__}; correct them")
     with contextlib.ExitStack() as stack:
-        for name in known:
-            stack.enter_context(
-                mock.patch.object(module, name, spans.timed(CHECKS[name], getattr(module, name)))
-            )
+        for name, value in known.items():
+            stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+def _timed_method(method: Callable[..., Any], spans: Spans) -> Callable[..., Any]:
+    """A method, recorded; a bound one would lose its object."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with spans.span("proof"):
+            return method(self, *args, **kwargs)
+
+    return run

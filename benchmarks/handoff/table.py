@@ -14,15 +14,13 @@ AIM = 1.25
 STAGES = (
     "reserve",
     "gather",
-    "checks",
-    "digest",
+    "proof",
     "put",
     "seal",
     "commit",
     "record",
     "get",
-    "digest (read)",
-    "checks (read)",
+    "proof (read)",
     "scatter",
 )
 """In the order of the handoff."""
