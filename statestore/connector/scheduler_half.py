@@ -93,7 +93,8 @@ class SchedulerHalf:
 
     def added(self, request: Any) -> None:
         """A request entered the scheduler."""
-        intents = (request.kv_transfer_params or {}).get(PARAMS)
+        # Taken out of the request: vLLM sends its parameters to every rank, and a chain may be hundreds of kilobytes.
+        intents = (request.kv_transfer_params or {}).pop(PARAMS, None)
         if not isinstance(intents, Intents):
             return
         if intents.publish is not None:

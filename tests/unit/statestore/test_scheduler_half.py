@@ -253,6 +253,13 @@ def test_requests_without_an_intent_are_left_alone(half: Half) -> None:
     assert half.events == []
 
 
+def test_intents_do_not_travel_with_the_request(half: Half) -> None:
+    """vLLM pickles a request's sampling parameters, of which these are part, for every rank."""
+    request = half.load("r", 40, publish=PublishIntent(Epoch(7, 1), 100, base=40))
+    assert request.kv_transfer_params == {}
+    assert half.half.matched(request, 0) == (40, True)
+
+
 # ---- publish: pins
 
 
