@@ -49,12 +49,17 @@ SECONDS = 10.0
 LEASE = 0.2
 """Seconds of a lease in the sweepers' eyes; a dead owner is swept after twice that."""
 
+CHECKPOINTS: dict[str, Any] = {
+    "checkpoint_tokens": 32,
+    "checkpoint_min_tokens": 32,
+    "checkpoint_bytes": 1 << 20,
+}
+"""Options of workers that keep checkpoints of short prompts."""
+
 MakePool = Callable[..., Any]
 """`make_pool(store configuration, lend)` makes a pool."""
 
-_NO_CHECKPOINTS: dict[str, Any] = (
-    {"checkpoint_bytes": 0} if "checkpoint_bytes" in WorkerConfig.model_fields else {}
-)
+_NO_CHECKPOINTS: dict[str, Any] = {"checkpoint_bytes": 0}
 """What belongs to requests alone can be counted only where nothing is kept for others."""
 
 _names = itertools.count(1)
@@ -164,10 +169,13 @@ class Worker:
         )
 
     async def forget(self) -> None:
-        """Empty the engine's own prefix cache."""
-        assert await asyncio.wrap_future(
-            self.engine.call(lambda engine: engine.scheduler.reset_prefix_cache())
-        )
+        """Empty the engine's own prefix cache, as soon as nothing is pinned."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                call = self.engine.call(lambda engine: engine.scheduler.reset_prefix_cache())
+                if await asyncio.wrap_future(call):
+                    return
+                await asyncio.sleep(0.01)
 
     async def kill(self) -> None:
         """What is left of a process that was killed: broken streams, a lease that ends, memory that is gone."""

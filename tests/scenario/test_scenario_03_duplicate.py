@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from statestore.boundary import BoundaryRecord
 from statestore.pool import Placement, Reservation
 from tests.doubles.pool import PoolDouble, Stored
-from tests.scenario.stack import Stack, failures, running, until
+from tests.scenario.stack import CHECKPOINTS, Stack, failures, running, until
 
 LENGTH = 70
 
@@ -54,6 +56,40 @@ async def test_poison_is_found_and_replaced_under_a_new_epoch(cluster: tuple[Sta
     await stack.end(right)
     if verified:
         assert stack.is_right(right)
+
+
+async def test_a_poisoned_checkpoint_is_found_and_replaced() -> None:
+    """State that later prompts would begin with: the first of them finds the poison, nobody after it meets it again."""
+    async with running() as stack:
+        for role in ("prefill", "decode"):
+            await stack.add(role, **CHECKPOINTS)
+        prompt = stack.prompt(150)
+
+        async def continued() -> tuple[bool, float]:
+            """Whether a prompt that shares 130 tokens is answered right, and how many loads failed for it."""
+            for worker in (stack.prefill, stack.decode):
+                await worker.forget()
+            before = failures("load", "digest")
+            ask = await stack.run([*prompt[:130], *stack.prompt(30)])
+            return stack.is_right(ask), failures("load", "digest") - before
+
+        async def checkpoints() -> list[BoundaryRecord]:
+            records = await stack.decode.ledger.list()
+            return [r for r in records if r.length == 128 and r.state == "committed"]
+
+        await stack.run(prompt)
+        async with asyncio.timeout(5):
+            while not (poisoned := await checkpoints()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await continued() == (True, 0), "the control: it is used, and well"
+        for entry in poisoned[0].objects():
+            if entry.group == "kda":
+                stack.store.objects[entry.key].data[3] ^= 4
+        assert await continued() == (True, 1)
+        assert await continued() == (True, 0)
+        replaced = await checkpoints()
+        assert [record.prefix_hash for record in replaced] == [poisoned[0].prefix_hash]
+        assert replaced[0].epoch != poisoned[0].epoch
 
 
 def squat(stack: Stack) -> list[str]:
