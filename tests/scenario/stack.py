@@ -45,7 +45,7 @@ from tests.doubles.membership import MembershipDouble, Register
 from tests.doubles.pool import PoolDouble, Store
 from tests.doubles.toy_model import State, ToyModel
 
-SECONDS = 10.0
+SECONDS = 30.0
 LEASE = 0.2
 """Seconds of a lease in the sweepers' eyes; a dead owner is swept after twice that."""
 
@@ -266,7 +266,7 @@ class Stack:
         config = {
             "placement": "handover",
             "worker_wait": 1.0,
-            "request_timeout": 20.0,
+            "request_timeout": 60.0,
             "max_model_len": 4096,
             **router,
         }
