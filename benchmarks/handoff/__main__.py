@@ -90,6 +90,7 @@ def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
         with processes.started_services() as places, processes.Run(places, options.damage) as run:
             for mib in options.sizes:
                 results.append(run.size(mib, turns_of(options, mib)))
+                print(f"{mib} MiB: {results[-1].ratio:.2f} x bare", file=sys.stderr, flush=True)
     except processes.RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return None

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
 from benchmarks.handoff.bare import Bare
@@ -80,8 +81,11 @@ class Run:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # With what went wrong, so that a reader that has ended is not asked to stop.
+        self._stack.__exit__(kind, error, trace)
 
     def size(self, mib: int, turns: int) -> SizeResult:
         """Measure one size, `turns` times. Raises RunFailed."""
