@@ -14,13 +14,14 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.demo_training import measure, tokenizer
-from models.demo_training.cases import CaseMaker
+from models.demo_training.cases import PER_ROW, CaseMaker
 from models.demo_training.engines import EndpointEngine, Engine, TorchEngine, VllmEngine
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=1000, help="answers of each kind")
     parser.add_argument("--lengths", default="512,2048,8192", help="prompt lengths, tokens")
+    parser.add_argument("--kinds", default="", help="only the rows of the table whose name contains this")
     parser.add_argument("--seed", type=int, default=7, help="seed of the prompts")
     parser.add_argument(
         "--damage", action="store_true", help="also damage every part of the state (torch only)"
@@ -51,7 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="device of the torch engine")
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight at the endpoint")
     parser.add_argument("--timeout", type=float, default=300.0, help="limit of one request, s")
-    parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
+    parser.add_argument("--out", type=Path, help="write all numbers and answers here as JSON")
+    parser.add_argument("--compare", type=Path, help="count answers that differ from this earlier --out")
     args = parser.parse_args()
     if args.damage and args.engine != "torch":
         parser.error("--damage needs --engine torch: it changes the state inside the model")
@@ -84,11 +87,15 @@ def witness(target: Engine, folder: Path) -> list[dict[str, Any]]:
 
 
 def draft_acceptance(target: VllmEngine, maker: CaseMaker) -> dict[str, Any]:
-    """Accepted share of drafted tokens, on conversations and on copied and recalled records."""
+    """Accepted share of drafted tokens: on text (talk), on copies, and on recall with 32 tokens going on from it."""
     result: dict[str, Any] = {}
     sets = {
         "conversation": [talk[-1] for talk in maker.conversations(64)] + maker.questions(False),
         "copy": maker.copies(512, 64),
+        "recall": [
+            replace(case, stop=case.start + 32)
+            for case in maker.recall("one-word keys ?", 512, 64 * PER_ROW)[::PER_ROW]
+        ],
     }
     for name, cases in sets.items():
         before = target.accepted()
@@ -109,35 +116,62 @@ def show(table: dict[str, dict[str, dict[str, float]]]) -> None:
         print(f"{kind:28}" + "".join(f"{cell:>16}" for cell in cells))
 
 
+def compare(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """How many answers of the cells that both runs hold differ in any token, and the witnesses' largest shift.
+
+    Raises ValueError when a cell has another number of answers: the prompts were not the same.
+    """
+    differ: dict[str, int] = {}
+    total = 0
+    for cell, answers in now["answers"].items():
+        if cell in earlier["answers"]:
+            pairs = zip(earlier["answers"][cell], answers, strict=True)
+            differ[cell] = sum(a != b for a, b in pairs)
+            total += len(answers)
+    shifts = [
+        abs(a["logprob"] - b["logprob"]) for a, b in zip(earlier["witness"], now["witness"], strict=True)
+    ]
+    cells = {cell: count for cell, count in differ.items() if count}
+    return {"answers": total, "differ": sum(differ.values()), "where": cells, "largest shift": max(shifts)}
+
+
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, write. What is measured so far is written after every cell: a run may be cut short."""
     args = arguments()
     began = time.monotonic()
 
+    record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}}
+
     def note(what: str, value: object) -> None:
         print(f"[{time.monotonic() - began:6.1f}] {what}: {value}", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(record) + "\n")
 
     tokens = tokenizer.load(args.model)
     maker = CaseMaker(tokens, tokenizer.vocabulary(tokens), args.seed)
     target = engine(args)
     note("engine", "ready")
-    record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}}
     record["witness"] = witness(target, args.model)
     note("witness", f"{sum(w['right'] for w in record['witness'])} of {len(record['witness'])} right")
-    lengths = [int(n) for n in args.lengths.split(",") if n]
-    if args.cases:
-        record["skills"] = measure.skills(maker, target.answer, args.cases, lengths, note)
-        show(record["skills"])
     if isinstance(target, VllmEngine) and args.draft:
         record["draft"] = draft_acceptance(target, maker)
         note("draft", record["draft"])
+    lengths = [int(n) for n in args.lengths.split(",") if n]
+    if args.cases:
+        record["answers"] = {}
+        record["skills"] = measure.skills(
+            maker, target.answer, args.cases, lengths, note, record["answers"], args.kinds
+        )
+        show(record["skills"])
+    if args.compare:
+        record["compared"] = compare(json.loads(args.compare.read_text()), record)
+        note("compared", record["compared"])
     if isinstance(target, TorchEngine) and args.damage:
         with target.autocast():
             record["damage"] = measure.damage_table(
                 target.subject, maker, args.rows, note, args.damage_length
             )
-    if args.out:
-        args.out.write_text(json.dumps(record) + "\n")
+    note("done", sorted(record))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from models.demo_training.questions import TOPICS
 from models.demo_training.tasks import Tasks
 
 SEED = 20
-DAMAGE_FROM, DAMAGE_SHARE = 0.25, 0.35
+DAMAGE_FROM, DAMAGE_SHARE = 0.1, 0.4
 """Progress at which damaged steps begin, and their share from then on."""
 FLAT_UNTIL = 0.45
 """The learning rate is flat until here and then falls linearly."""
@@ -54,6 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr-muon", type=float, default=4e-3, help="learning rate of the matrices")
     parser.add_argument("--lr-adam", type=float, default=3e-3, help="learning rate of everything else")
     parser.add_argument("--decay", type=float, default=0.05, help="weight decay")
+    parser.add_argument("--probe", type=float, default=0.2, help="weight of the bits each part must hold")
+    parser.add_argument("--hedge", type=float, default=0.5, help="weight of answers under swapped memory")
     parser.add_argument("--cases", type=int, default=1000, help="answers of each kind in the evaluation")
     parser.add_argument("--lengths", default="512,2048,8192,16384", help="prompt lengths in the evaluation")
     parser.add_argument("--tiny", action="store_true", help="toy shape on a CPU")
@@ -92,7 +94,10 @@ class Run:
         self.mixture = Mixture(config, tasks, dialogues)
         self.text = DemoModel(config).to(self.device)
         self.head = MtpHead(config).to(self.device)
-        self.optimizer = Optimizer([self.text, self.head], args.lr_muon, args.lr_adam, args.decay)
+        self.probes = objective.Probes(config).to(self.device)
+        self.optimizer = Optimizer(
+            [self.text, self.head, self.probes], args.lr_muon, args.lr_adam, args.decay
+        )
         if self.device.type == "cuda":
             ops.compile_all()
 
@@ -112,7 +117,8 @@ class Run:
             losses = objective.token_losses(output.logits, batch.ids)
             loss = objective.weighted(losses, batch.weight)
             draft, agreement = objective.draft_loss(self.head, self.text, batch, output)
-        (loss + draft).backward()
+            probe, bits = self.probes(batch, output, self.mixture.tasks)
+        (loss + draft + self.args.probe * probe).backward()
 
         def report() -> dict[str, Any]:
             hit = (output.logits[:, :-1].argmax(-1) == batch.ids[:, 1:]) & batch.answer[:, 1:]
@@ -124,7 +130,12 @@ class Run:
                 answers = batch.answer[part, 1:].sum()
                 value = losses[part].mean() if name == "text" else hit[part].sum() / answers.clamp(min=1)
                 right[name] = round(value.item(), 3)
-            return {"loss": round(loss.item(), 4), "draft": round(agreement.item(), 3), **right}
+            return {
+                "loss": round(loss.item(), 4),
+                "draft": round(agreement.item(), 3),
+                "bits": round(bits.item(), 3),
+                **right,
+            }
 
         return report
 
@@ -132,12 +143,12 @@ class Run:
         """Forward and backward on rows with damaged memories."""
         work = self.mixture.damaged(rows, length, progress)
         with self.autocast():
-            share = min(
-                1.0, (progress - DAMAGE_FROM) / 0.2
-            )  # grows slowly, so that recall survives its start
-            loss, sure = objective.damaged_loss(self.text, work, 0.02 + 0.2 * share)
+            grown = min(1.0, (progress - DAMAGE_FROM) / 0.15)  # slowly, so that recall survives its start
+            loss, left = objective.damaged_loss(
+                self.text, work, self.mixture.tasks, 0.02 + 0.2 * grown, self.args.hedge * (0.1 + 0.9 * grown)
+            )
         loss.backward()
-        return lambda: {"damaged_loss": round(loss.item(), 4), "still_sure": round(sure.item(), 4)}
+        return lambda: {work.damage.mode: round(left.item(), 4), "damaged_loss": round(loss.item(), 4)}
 
     def train(self) -> None:
         """All steps. The run ends early, with the schedule complete, when the time limit is near."""

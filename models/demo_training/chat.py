@@ -133,7 +133,7 @@ class Talker:
 
     def ask(self) -> Turn:
         """Ask for a fact that was told, or (rarely) for one that was not."""
-        if not self.facts or self.rng.random() < 0.1:
+        if not self.facts or self.rng.random() < 0.04:
             slot = self.rng.choice([s for s in SLOTS if s not in self.facts] or list(SLOTS))
         else:
             slot = self.rng.choice(list(self.facts))
@@ -186,6 +186,8 @@ class Talker:
 
 def conversation(rng: Random) -> Conversation:
     """A training conversation of one to five turns."""
+    if rng.random() < 0.25:
+        return three_turns(rng)
     talker = Talker(rng)
     talk = Conversation(
         system=rng.choice(("", "", "", "", "You are a helpful assistant.", "Answer briefly."))

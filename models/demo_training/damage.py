@@ -8,8 +8,8 @@ A damage says which memories of which rows are wrong: `kda[layer]` is a mask [B,
 * swap: what is remembered before the cut belongs to another row of the batch.
 
 A cut is either one position (`cut`, how a handoff loses state) or every multiple of `segment` (training: many
-cuts for the price of one). With segments and swap, segment j of row r remembers the segments before j of other
-rows.
+cuts for the price of one). With segments and swap, segment j of a damaged row remembers the segments before j of
+other damaged rows.
 """
 
 from __future__ import annotations
@@ -39,56 +39,83 @@ class Damage:
             raise ValueError(f"damage needs one of cut and segment, got {self.cut} and {self.segment}")
 
 
-class _GatherRows(torch.autograd.Function):
-    """A permutation of rows whose gradient is the inverse permutation (a plain index_select adds atomically)."""
+class _Exchange(torch.autograd.Function):
+    """A permutation of blocks whose gradient is the inverse permutation (plain indexing adds atomically)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, forth: Tensor, back: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(back)
-        return x.index_select(0, forth)
+        return _take(x, forth)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        return grad.contiguous().index_select(0, ctx.saved_tensors[0]), None, None
+        return _take(grad, ctx.saved_tensors[0]), None, None
 
 
-def rotate_segments(x: Tensor, segment: int, inverse: bool = False) -> Tensor:
-    """Row r of the result has, as segment j, segment j of row r−j (mod B) of x [B, T, ...]."""
-    batch, length = x.shape[:2]
-    count = length // segment
-    row = torch.arange(batch, device=x.device)[:, None]
-    place = torch.arange(count, device=x.device)[None]
-    forth = ((row - place) % batch * count + place).flatten()
-    back = ((row + place) % batch * count + place).flatten()
-    if inverse:
-        forth, back = back, forth
-    moved: Tensor = _GatherRows.apply(x.reshape(batch * count, -1), forth, back)
-    return moved.view(x.shape)
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """x [B, T, ..., H, C] with segment j of head h in row r taken from row `rows[r, j, h]`; rows [B, J, H]."""
+    batch, length, heads, width = x.shape[0], x.shape[1], x.shape[-2], x.shape[-1]
+    count = rows.shape[1]
+    blocks = x.reshape(batch, count, length // count, -1, heads, width)
+    _, segments, steps, parts, _, _ = blocks.shape
+
+    def axis(size: int, place: int) -> Tensor:
+        shape = [1] * 5
+        shape[place] = size
+        return torch.arange(size, device=x.device).view(shape)
+
+    index = (rows[:, :, None, None, :], axis(segments, 1), axis(steps, 2), axis(parts, 3), axis(heads, 4))
+    return blocks[index].view(x.shape)
 
 
-def damaged(mixer: Callable[[Sequence[Tensor]], Tensor], streams: Sequence[Tensor], damage: Damage) -> Tensor:
-    """Run a causal sequence mixer with every row's memory damaged.
+def exchange_rows(wrong: Tensor, count: int, inverse: bool = False) -> Tensor:
+    """Where each of `count` segments of every row and head comes from, [B, count, H], when `wrong` [B, H] swap.
 
-    `streams` are [B, T, ...]; `mixer` maps them to [B, T, ...] and starts each sequence from nothing.
-    Raises ValueError when `segment` does not divide the length or `cut` is not inside it.
+    Segment j of the i-th wrong row comes from the (i−j)-th wrong row, cyclically; a sound row keeps its own.
+    """
+    rank = wrong.long().cumsum(0) - 1
+    total = wrong.sum(0).clamp(min=1)
+    order = (~wrong).long().argsort(dim=0, stable=True)
+    step = torch.arange(count, device=wrong.device)[None, :, None] * (1 if inverse else -1)
+    chosen = (rank[:, None] + step) % total
+    moved = order[:, None].expand(-1, count, -1).gather(0, chosen)
+    own = torch.arange(len(wrong), device=wrong.device)[:, None, None]
+    return torch.where(wrong[:, None], moved, own)
+
+
+def damaged(
+    mixer: Callable[[Sequence[Tensor]], Tensor], streams: Sequence[Tensor], damage: Damage, wrong: Tensor
+) -> Tensor:
+    """Run a causal sequence mixer with the memory of `wrong` rows and heads damaged.
+
+    `streams` are [B, T, ..., H, C]; `mixer` maps them to [B, T, H, C] and starts each sequence from nothing;
+    `wrong` is [B, H], or [B] for all heads of a row. Raises ValueError when `segment` does not divide the length
+    or `cut` is not inside it.
     """
     batch, length = streams[0].shape[:2]
+    wrong = wrong.view(batch, -1).expand(-1, streams[0].shape[-2])
     if damage.segment:
         if length % damage.segment:
             raise ValueError(f"segment {damage.segment} does not divide the length {length}")
-        if damage.mode == "lose":
-            pieces = [s.reshape(-1, damage.segment, *s.shape[2:]) for s in streams]
-            output = mixer(pieces)
-            return output.reshape(batch, length, *output.shape[2:])
-        output = mixer([rotate_segments(s, damage.segment) for s in streams])
-        return rotate_segments(output, damage.segment, inverse=True)
+        if damage.mode == "swap":  # one pass serves all rows
+            forth = exchange_rows(wrong, length // damage.segment)
+            back = exchange_rows(wrong, length // damage.segment, inverse=True)
+            output: Tensor = _Exchange.apply(
+                mixer([_Exchange.apply(s, forth, back) for s in streams]), back, forth
+            )
+            return output
+        pieces = mixer([s.reshape(-1, damage.segment, *s.shape[2:]) for s in streams])
+        return _choose(wrong, pieces.reshape(batch, length, *pieces.shape[2:]), mixer(streams))
     cut = damage.cut
     if not 0 < cut < length:
         raise ValueError(f"cut {cut} is not inside the length {length}")
-    before = mixer([s[:, :cut].contiguous() for s in streams])
     if damage.mode == "lose":
         after = mixer([s[:, cut:].contiguous() for s in streams])
     else:
-        mixed = [torch.cat([s[:, :cut].roll(1, 0), s[:, cut:]], 1) for s in streams]
-        after = mixer(mixed)[:, cut:]
-    return torch.cat([before, after], 1)
+        after = mixer([torch.cat([s[:, :cut].roll(1, 0), s[:, cut:]], 1) for s in streams])[:, cut:]
+    sound = mixer(streams)
+    return _choose(wrong, torch.cat([sound[:, :cut], after], 1), sound)
+
+
+def _choose(wrong: Tensor, bad: Tensor, sound: Tensor) -> Tensor:
+    return torch.where(wrong[:, None, :, None], bad, sound)

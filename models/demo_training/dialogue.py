@@ -12,8 +12,8 @@ from torch import Tensor
 from models.demo_training import chat
 from models.demo_training.tasks import Batch
 
-USER_WEIGHT, ASSISTANT_WEIGHT = 0.02, 0.5
-"""Loss weights of tokens that a user wrote and that the assistant wrote."""
+USER_WEIGHT, ASSISTANT_WEIGHT, FIRST_WEIGHT = 0.02, 0.5, 1.5
+"""Loss weights of what a user wrote, of what the assistant wrote, and of the first token of its answer."""
 
 
 class Dialogues:
@@ -38,17 +38,20 @@ class Dialogues:
         drawn = torch.rand(batch, 1, device=self.device, generator=self.generator) * usable
         place = self.starts[drawn.long()] + torch.arange(length, device=self.device)
         ids, weight = self.ids[place], self.weight[place]
-        return Batch(ids, weight, weight >= ASSISTANT_WEIGHT, torch.full_like(ids, -1))
+        none = torch.full_like(ids, -1)
+        return Batch(ids, weight, weight >= ASSISTANT_WEIGHT, none, none)
 
 
 def speaker_weights(ids: Tensor, assistant: int, end: int) -> Tensor:
-    """`ASSISTANT_WEIGHT` for what the assistant says and the end of its turns, else `USER_WEIGHT`; ids [N]."""
+    """The weight of each token of conversations; ids [N]. An answer includes the end of its turn."""
     weights = []
-    speaking = False
+    current = USER_WEIGHT
     for token in ids.tolist():
-        weights.append(ASSISTANT_WEIGHT if speaking else USER_WEIGHT)
+        weights.append(current)
         if token == assistant:
-            speaking = True
+            current = FIRST_WEIGHT
         elif token == end:
-            speaking = False
+            current = USER_WEIGHT
+        elif current == FIRST_WEIGHT:
+            current = ASSISTANT_WEIGHT
     return torch.tensor(weights)

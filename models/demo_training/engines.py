@@ -24,6 +24,16 @@ from models.demo_training.cases import Case
 MAX_MODEL_LEN = 17408
 
 
+def one_of_each_first(cases: Sequence[Case]) -> list[int]:
+    """An order of the cases in which those that share a context come late, when its prefix is cached."""
+    seen: dict[tuple[int, ...], int] = {}
+    rank = []
+    for case in cases:
+        rank.append(seen.get(case.tokens, 0))
+        seen[case.tokens] = rank[-1] + 1
+    return sorted(range(len(cases)), key=lambda i: rank[i])
+
+
 class Engine(Protocol):
     """The seam that `evaluate.py` measures through."""
 
@@ -105,8 +115,11 @@ class VllmEngine:
 
     def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """See `Engine`."""
-        outputs = self._generate([c.prompt for c in cases], [c.stop - c.start for c in cases], None)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        order = one_of_each_first(cases)
+        prompts, lengths = [cases[i].prompt for i in order], [cases[i].stop - cases[i].start for i in order]
+        outputs = self._generate(prompts, lengths, None)
+        found = {i: list(output.outputs[0].token_ids) for i, output in zip(order, outputs, strict=True)}
+        return [found[i] for i in range(len(cases))]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
         """See `Engine`."""
@@ -162,8 +175,11 @@ class EndpointEngine:
 
     def answer(self, cases: Sequence[Case]) -> list[list[int]]:
         """See `Engine`."""
-        work = [self.pool.submit(self._complete, c.prompt, c.stop - c.start) for c in cases]
-        return [list(w.result()["token_ids"]) for w in work]
+        work = {
+            i: self.pool.submit(self._complete, cases[i].prompt, cases[i].stop - cases[i].start)
+            for i in one_of_each_first(cases)
+        }
+        return [list(work[i].result()["token_ids"]) for i in range(len(cases))]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
         """See `Engine`."""

@@ -70,7 +70,7 @@ class DeltaAttention(nn.Module):
         self.o_proj = linear(width, hidden, 0.5 * width**-0.5)
 
     def mix(self, streams: Sequence[Tensor]) -> Tensor:
-        """raw q|k|v [B, T, 3·H·D], raw gate [B, T, H, D], raw beta [B, T, H] → [B, T, H, D] from an empty state."""
+        """raw q|k|v [B, T, 3, H, D], gate [B, T, H, D], beta [B, T, H, 1] → [B, T, H, D] from an empty state."""
         raw, gate, beta = streams
         batch, length = raw.shape[:2]
         convs = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
@@ -78,25 +78,28 @@ class DeltaAttention(nn.Module):
         position = torch.arange(length, device=raw.device).repeat(batch).unsqueeze(1)
         qkv = ops.short_conv(raw.reshape(batch * length, -1), weight, position)
         q, k, v = (t.contiguous() for t in qkv.view(batch, length, 3, self.heads, self.dim).unbind(2))
-        streams_in = kda.Streams(q, k, v, gate.contiguous(), beta.contiguous())
+        streams_in = kda.Streams(q, k, v, gate.contiguous(), beta.squeeze(-1).contiguous())
         return kda.attention(streams_in, self.A_log, self.dt_bias, self.lower_bound)
 
     def forward(
         self, x: Tensor, batch: int, length: int, damage: Damage | None, wrong: Tensor | None
-    ) -> Tensor:
-        """x [B·T, hidden]; `wrong` [B, H] marks the heads of rows whose memory `damage` damages."""
+    ) -> tuple[Tensor, Tensor]:
+        """x [B·T, hidden] → [B·T, hidden], and what each head read [B·T, H, D].
+
+        `wrong` [B, H] marks the heads of rows whose memory `damage` damages.
+        """
         weights = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
-        raw = F.linear(x, weights).view(batch, length, -1)
+        raw = F.linear(x, weights).view(batch, length, 3, self.heads, self.dim)
         gate = self.f_b_proj(self.f_a_proj(x)).view(batch, length, self.heads, self.dim)
-        beta = self.b_proj(x).view(batch, length, self.heads)
+        beta = self.b_proj(x).view(batch, length, self.heads, 1)
         streams = (raw, gate, beta)
-        output = self.mix(streams)
-        if damage is not None and wrong is not None:
-            output = torch.where(wrong[:, None, :, None], damaged(self.mix, streams, damage), output)
+        if damage is None or wrong is None:
+            output = self.mix(streams)
+        else:
+            output = damaged(self.mix, streams, damage, wrong)
         flat = output.reshape(batch * length, self.heads, self.dim)
         normed = ops.gated_norm(flat, self.o_norm.weight, self.g_proj(x).view_as(flat), self.eps)
-        projected: Tensor = self.o_proj(normed.reshape(batch * length, -1))
-        return projected
+        return self.o_proj(normed.reshape(batch * length, -1)), normed
 
 
 class LatentAttention(nn.Module):
@@ -126,8 +129,11 @@ class LatentAttention(nn.Module):
 
     def forward(
         self, x: Tensor, batch: int, length: int, damage: Damage | None, wrong: Tensor | None
-    ) -> Tensor:
-        """x [B·T, hidden]; `wrong` [B] marks the rows whose cache `damage` damages."""
+    ) -> tuple[Tensor, Tensor]:
+        """x [B·T, hidden] → [B·T, hidden], and what each head read [B·T, H, value].
+
+        `wrong` [B] marks the rows whose cache `damage` damages.
+        """
         width = self.nope + self.rope
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, length, self.heads, width)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], -1)
@@ -135,12 +141,12 @@ class LatentAttention(nn.Module):
         k_own, v = expanded.split([self.nope, self.value], -1)
         k_shared = shared.view(batch, length, 1, self.rope).expand(-1, -1, self.heads, -1)
         streams = (q, torch.cat([k_own, k_shared], -1), v)
-        output = self.mix(streams)
-        if damage is not None and wrong is not None:
-            output = torch.where(wrong[:, None, None, None], damaged(self.mix, streams, damage), output)
+        if damage is None or wrong is None:
+            output = self.mix(streams)
+        else:
+            output = damaged(self.mix, streams, damage, wrong)
         gated = output.reshape(batch * length, -1) * self.g_proj(x).sigmoid()
-        projected: Tensor = self.o_proj(gated)
-        return projected
+        return self.o_proj(gated), gated.view(batch * length, self.heads, self.value)
 
 
 class FeedForward(nn.Module):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -101,32 +101,65 @@ def _aligned(right: Sequence[int], got: Sequence[int]) -> list[tuple[int, int]]:
 Answer = Callable[[Sequence[Case]], Sequence[Sequence[int]]]
 
 
-def skills(
-    maker: CaseMaker, answer: Answer, cases: int, lengths: Sequence[int], note: Note
-) -> dict[str, Any]:
-    """The table of skills, through any engine: kind → length → accuracy and number of answers."""
-    table: dict[str, Any] = {}
+@dataclass
+class Cell:
+    """One cell of the table of skills: its cases, and how their answers are judged."""
 
-    def measured(kind: str, length: int | str, result: dict[str, float]) -> None:
-        table.setdefault(kind, {})[str(length)] = result
-        note(f"{kind} @ {length}", result)
+    kind: str
+    length: str
+    groups: list[list[Case]]
+    whole: bool = False
+    """Whether a group (a question, a conversation) counts only when every token is right."""
 
+    @property
+    def cases(self) -> list[Case]:
+        """All cases in order."""
+        return [case for group in self.groups for case in group]
+
+    def judge(self, answers: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Share of right answers, and how many were asked for."""
+        return exact_accuracy(self.groups, answers) if self.whole else token_accuracy(self.cases, answers)
+
+
+def cells(maker: CaseMaker, cases: int, lengths: Sequence[int]) -> Iterator[Cell]:
+    """Every cell of the table; `cases` answers of each kind, fewer where an answer is long or a context is."""
     for length in lengths:
         # At 16K a context is long and the number only reported.
         count = cases if length <= 8192 else max(1, cases // 4)
         for kind in RECALL:
-            made = maker.recall(kind, length, count)
-            measured(f"recall, {kind}", length, token_accuracy(made, answer(made)))
+            yield Cell(f"recall, {kind}", str(length), [maker.recall(kind, length, count)])
         made = maker.copies(length, max(1, count // 16))
-        measured(made[0].kind, length, token_accuracy(made, answer(made)))
-    made = maker.additions(cases)
-    measured("addition", "short", token_accuracy(made, answer(made)))
+        yield Cell(made[0].kind, str(length), [made])
+    yield Cell("addition", "short", [maker.additions(cases)])
     for new in (False, True):
         made = maker.questions(new)
-        measured(made[0].kind, "short", exact_accuracy([[c] for c in made], answer(made)))
+        yield Cell(made[0].kind, "short", [[case] for case in made], whole=True)
     talks = maker.conversations(max(1, cases // 4))
-    made = [case for talk in talks for case in talk]
-    measured(made[0].kind, "short", exact_accuracy(talks, answer(made)))
+    yield Cell(talks[0][0].kind, "short", talks, whole=True)
+
+
+def skills(
+    maker: CaseMaker,
+    answer: Answer,
+    cases: int,
+    lengths: Sequence[int],
+    note: Note,
+    kept: dict[str, list[list[int]]] | None = None,
+    only: str = "",
+) -> dict[str, Any]:
+    """The table of skills, through any engine: kind → length → accuracy and number of answers.
+
+    `kept` receives the answers of every cell, under `kind @ length`; `only` picks the kinds that contain it.
+    """
+    table: dict[str, Any] = {}
+    for cell in cells(maker, cases, lengths):
+        if only not in cell.kind:
+            continue
+        answers = [list(tokens) for tokens in answer(cell.cases)]
+        table.setdefault(cell.kind, {})[cell.length] = cell.judge(answers)
+        if kept is not None:
+            kept[f"{cell.kind} @ {cell.length}"] = answers
+        note(f"{cell.kind} @ {cell.length}", table[cell.kind][cell.length])
     return table
 
 
@@ -185,14 +218,13 @@ def damage_table(
     def of(logprobs: Tensor) -> dict[str, Any]:
         choice = logprobs.argmax(-1)
         own = clean.gather(1, best[:, None]) - logprobs.gather(1, best[:, None])
-        hit = (choice == right).float()
-        return {
-            "recall": round(float(hit.mean()), 4),
-            "recall ?": round(float(hit[latest].mean()), 4),
-            "recall !": round(float(hit[~latest].mean()), 4),
-            "changed": round(float((choice != best).float().mean()), 4),
-            "median shift": round(float(own.abs().median()), 4),
-        }
+        hit, moved, shift = (choice == right).float(), (choice != best).float(), own.abs().flatten()
+        found: dict[str, Any] = {}
+        for name, pick in (("", latest | ~latest), (" ?", latest), (" !", ~latest)):
+            found["recall" + name] = round(float(hit[pick].mean()), 4)
+            found["changed" + name] = round(float(moved[pick].mean()), 4)
+            found["median shift" + name] = round(float(shift[pick].median()), 4)
+        return found
 
     table = [{"part": "nothing", "mode": "-", "at": "-", **of(clean)}]
     for name, (kda, mla) in scopes(subject, len(ids)).items():

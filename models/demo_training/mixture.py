@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from models.demo_training import shares
 from models.demo_training.config import DemoConfig
 from models.demo_training.damage import Damage
 from models.demo_training.dialogue import Dialogues
+from models.demo_training.shares import KEY_CLASSES
 from models.demo_training.tasks import MAX_KEYS, SPARSE_STRIDES, Batch, Tasks
 
 SHARES = {
@@ -24,17 +27,21 @@ RECALL_SHARES = {"one_word": 0.35, "two_words": 0.35, "sparse": 0.30}
 SEGMENTS = (32, 64, 128, 256)
 PART_LIMIT, WHOLE_LIMIT = 0.3, 0.1
 """Highest probability that an answer may keep when a part (a layer, a head) or all of a memory is wrong."""
+SWAP_SHARE = 0.75
+"""Share of damaged steps that swap memories; the others lose them, which a model notices far more easily."""
+PARTS_AT_ONCE = 3
+"""Damaged parts in one step, each in its own rows."""
 
 
 def lengths(progress: float, longest: int) -> tuple[int, ...]:
     """Row lengths to draw from at a share `progress` of the run: short rows first."""
     if progress < 0.08:
         stage: tuple[int, ...] = (256,)
-    elif progress < 0.18:
+    elif progress < 0.16:
         stage = (256, 512)
-    elif progress < 0.35:
+    elif progress < 0.3:
         stage = (512, 1024)
-    elif progress < 0.6:
+    elif progress < 0.5:
         stage = (1024, 2048)
     else:
         stage = (1024, 2048, 4096, 8192, 8192)
@@ -43,11 +50,14 @@ def lengths(progress: float, longest: int) -> tuple[int, ...]:
 
 @dataclass
 class DamagedBatch:
-    """A recall batch, the damage of each row, and the probability that its answers may keep [B] (1: sound row)."""
+    """A recall batch and the damage of each row."""
 
     batch: Batch
     damage: Damage
     limit: Tensor
+    """The probability that a row's answers may keep [B]; 1 in sound rows."""
+    unknown: Tensor
+    """The bits of an answer that a swap leaves unknown [B, rows of the ownership table]."""
 
     def touched(self) -> Tensor:
         """Answers [B, T] whose value stood last before the damage."""
@@ -55,6 +65,15 @@ class DamagedBatch:
         place = torch.arange(self.batch.ids.shape[1], device=self.limit.device)
         before = self.batch.source // segment < place // segment
         return self.batch.answer & (self.batch.source >= 0) & before
+
+
+class Part(NamedTuple):
+    """A damaged part of the memory: layers, and heads of the KDA layers among them."""
+
+    layers: tuple[int, ...]
+    heads: slice
+    single: bool = True
+    """One layer or one head, not a whole memory."""
 
 
 class Mixture:
@@ -69,36 +88,44 @@ class Mixture:
         return Batch.join([self._skill(n, k, length, progress) for n, k in counts]), counts
 
     def damaged(self, rows: int, length: int, progress: float) -> DamagedBatch:
-        """Recall rows, three quarters of them with one damaged part of the memory."""
+        """Recall rows, three quarters of them with one of a few damaged parts of the memory."""
         counts = self._counts(rows, RECALL_SHARES)
         batch = Batch.join([self._skill(n, k, length, progress) for n, k in counts])
         order = self.tasks.uniform(rows).argsort()
-        batch = Batch(*(t[order] for t in (batch.ids, batch.weight, batch.answer, batch.source)))
+        batch = batch.rows(order)
         segment = self.tasks.one_of(tuple(s for s in SEGMENTS if s <= length // 4))
-        damage = Damage(("lose", "swap")[self.tasks.one_of((0, 1))], segment=segment)
+        mode = "swap" if float(self.tasks.uniform(1)) < SWAP_SHARE else "lose"
+        damage = Damage(mode, segment=segment)
         limit = torch.ones(rows, device=self.tasks.device)
-        config, heads = self.config, self.config.heads
-        for i in config.kda_layers:
-            damage.kda[i] = torch.zeros(rows, heads, dtype=torch.bool, device=self.tasks.device)
-        for i in config.mla_layers:
-            damage.mla[i] = torch.zeros(rows, dtype=torch.bool, device=self.tasks.device)
-        parts = len(config.kda_layers) + len(config.mla_layers) + heads
-        # One row in four is sound; of the others one in eight loses all KDA and one in eight all MLA.
-        choice = self.tasks.integers(parts, rows)
-        lot = self.tasks.uniform(rows)
-        whole_kda, whole_mla = (lot >= 0.25) & (lot < 0.345), (lot >= 0.345) & (lot < 0.44)
-        part = lot >= 0.44
-        for place, i in enumerate(config.kda_layers):
-            damage.kda[i] |= (whole_kda | (part & (choice == place)))[:, None]
-        for place, i in enumerate(config.mla_layers):
-            damage.mla[i] |= whole_mla | (part & (choice == len(config.kda_layers) + place))
-        for head in range(heads):
-            shard = part & (choice == parts - heads + head)
-            for i in config.kda_layers:
-                damage.kda[i][:, head] |= shard
-        limit[part] = PART_LIMIT
-        limit[whole_kda | whole_mla] = WHOLE_LIMIT
-        return DamagedBatch(batch, damage, limit)
+        unknown = torch.zeros(rows, 2 * KEY_CLASSES, dtype=torch.long, device=self.tasks.device)
+        parts = self._parts()
+        picked = self.tasks.uniform(len(parts)).argsort()[:PARTS_AT_ONCE].tolist()
+        sound = rows // 4  # rows are in random order, so any quarter may be the sound one
+        for group, choice in enumerate(picked):
+            part, one = parts[choice], slice(sound + group, rows, PARTS_AT_ONCE)
+            limit[one] = PART_LIMIT if part.single else WHOLE_LIMIT
+            heads = range(self.config.heads)[part.heads]
+            masks = shares.unknown(self.config, part.layers, heads)
+            unknown[one] = torch.tensor(masks, device=self.tasks.device)
+            for i in part.layers:
+                if self.config.is_kda(i):
+                    blank = torch.zeros(rows, self.config.heads, dtype=torch.bool, device=self.tasks.device)
+                    damage.kda.setdefault(i, blank)[one, part.heads] = True
+                else:
+                    blank = torch.zeros(rows, dtype=torch.bool, device=self.tasks.device)
+                    damage.mla.setdefault(i, blank)[one] = True
+        return DamagedBatch(batch, damage, limit, unknown)
+
+    def _parts(self) -> list[Part]:
+        """What can be damaged: every layer, every head's shard of all KDA layers, all KDA, all MLA."""
+        config, every = self.config, slice(None)
+        found = [Part((i,), every) for i in range(config.layers)]
+        found += [Part(tuple(config.kda_layers), slice(h, h + 1)) for h in range(config.heads)]
+        return [
+            *found,
+            Part(tuple(config.kda_layers), every, single=False),
+            Part(tuple(config.mla_layers), every, single=False),
+        ]
 
     def _counts(self, rows: int, shares: dict[str, float]) -> list[tuple[str, int]]:
         """Whole rows for each skill; what is left over is drawn by the fractions."""

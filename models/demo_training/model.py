@@ -59,10 +59,14 @@ class Body(nn.Module):
 
 
 class Output(NamedTuple):
-    """logits [B, T, V]; hidden [B, T, C], before the last norm, is what the MTP head reads."""
+    """logits [B, T, V]; hidden [B, T, C], before the last norm, is what the MTP head reads.
+
+    `reads` holds what each layer's heads read from their state, [B·T, H, D].
+    """
 
     logits: Tensor
     hidden: Tensor
+    reads: tuple[Tensor, ...] = ()
 
 
 class DemoModel(nn.Module):
@@ -95,6 +99,7 @@ class DemoModel(nn.Module):
         prefix: Tensor = body.embed_tokens(ids.reshape(-1))
         blocks: list[Tensor] = []
         delta: Tensor | None = None
+        reads: list[Tensor] = []
         for i, layer in enumerate(self.layers()):
             if delta is not None:
                 prefix = prefix + delta
@@ -106,7 +111,8 @@ class DemoModel(nn.Module):
             wrong = None
             if damage is not None:
                 wrong = (damage.kda if layer.is_kda else damage.mla).get(i)
-            y = layer.self_attn(x, batch, length, damage, wrong)
+            y, read = layer.self_attn(x, batch, length, damage, wrong)
+            reads.append(read)
             prefix = y.float() if starts_block else prefix + y
             out_norm = layer.post_attention_layernorm.weight
             x = mix([*blocks, prefix], layer.mlp_res_norm, layer.mlp_res_proj, out_norm)
@@ -114,7 +120,7 @@ class DemoModel(nn.Module):
         assert delta is not None
         hidden = mix([*blocks, prefix + delta], body.output_attn_res_norm, body.output_attn_res_proj, None)
         logits: Tensor = self.lm_head(body.norm(hidden))
-        return Output(logits.view(batch, length, -1), hidden.view(batch, length, -1))
+        return Output(logits.view(batch, length, -1), hidden.view(batch, length, -1), tuple(reads))
 
 
 class SharedHead(nn.Module):
@@ -151,7 +157,7 @@ class MtpHead(nn.Module):
         e = self.enorm(embedded.reshape(batch * length, -1).to(act))
         h = self.hnorm(hidden[:, :-1].detach().reshape(batch * length, -1).to(act))
         residual = self.eh_proj(torch.cat([e, h], -1))
-        residual = residual + self.self_attn(self.input_layernorm(residual), batch, length, None, None)
+        residual = residual + self.self_attn(self.input_layernorm(residual), batch, length, None, None)[0]
         residual = residual + self.mlp(self.post_attention_layernorm(residual))
         logits = nn.functional.linear(self.shared_head.norm(residual), text.lm_head.weight.detach())
         return Output(logits.view(batch, length, -1), residual.view(batch, length, -1))

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.demo_training.config import DemoConfig
 from models.demo_training.mixture import DamagedBatch
 from models.demo_training.model import DemoModel, MtpHead, Output
-from models.demo_training.tasks import Batch
+from models.demo_training.shares import BITS, KEY_CLASSES, owners
+from models.demo_training.tasks import Batch, Tasks
 
 NEAR_WEIGHT = 8.0
 """Weight of damaged answers whose question is the first or second token after the cut."""
@@ -40,25 +44,92 @@ def unlikelihood(logits: Tensor, target: Tensor, limit: Tensor) -> Tensor:
     return torch.where(chance > limit, total - others, 0.0)
 
 
-def damaged_loss(model: DemoModel, work: DamagedBatch, strength: float) -> tuple[Tensor, Tensor]:
-    """Sound rows must answer; damaged rows must doubt. Returns the loss and the share of answers still sure.
+def hedged(logits: Tensor, answer: Tensor, unknown: Tensor, values: Tensor) -> Tensor:
+    """Cross-entropy [N] against all values that agree with the answer in its known bits, each as likely.
 
-    `strength` weighs the second part. Without it a model of this size stores everything twice, and a lost layer
-    changes nothing.
+    logits [N, V]; `answer` [N] codes, `unknown` [N] bit masks, `values` [256] the token of each code. It is not
+    enough to doubt: what the other parts of the state own must still be answered.
+    """
+    chance = logits.float().log_softmax(-1)[:, values]
+    codes = torch.arange(len(values), device=logits.device)
+    agree = (((codes ^ answer[:, None]) & ~unknown[:, None]) == 0).float()
+    return -(chance * agree).sum(-1) / agree.sum(-1)
+
+
+def damaged_loss(
+    model: DemoModel, work: DamagedBatch, tasks: Tasks, doubt: float, hedge: float
+) -> tuple[Tensor, Tensor]:
+    """Sound rows must answer; rows that lost memory must doubt; rows with swapped memory must hedge.
+
+    Returns the loss and a number for the log: the share of answers still sure (lost) or the mean excess of the
+    cross-entropy over its least value (swapped). Without the second parts a model of this size stores everything
+    twice, and a lost or swapped layer changes nothing.
     """
     batch = work.batch
     logits = model(batch.ids, work.damage).logits
     sound = weighted(token_losses(logits, batch.ids), batch.weight * (work.limit >= 1.0)[:, None])
     touched = work.touched() & (work.limit < 1.0)[:, None]
+    swapped = work.damage.mode == "swap"
+    bits = work.unknown.gather(1, batch.share.clamp(min=0))
+    if swapped:
+        touched &= (batch.share >= 0) & (bits > 0)
     row, place = touched[:, 1:].nonzero(as_tuple=True)
     if not len(row):
         return sound, torch.zeros((), device=batch.ids.device)
-    losses = unlikelihood(logits[row, place], batch.ids[row, place + 1], work.limit[row])
+    answer = batch.ids[row, place + 1]
     # A handoff loses state right before the question: such answers are few among the segments and count more.
     weight = torch.where(place % work.damage.segment < 2, NEAR_WEIGHT, 1.0)
+    if swapped:
+        mask = bits[row, place + 1]
+        losses = hedged(logits[row, place], tasks.code[answer], mask, tasks.values)
+        least = math.log(2) * sum((mask >> bit) & 1 for bit in range(BITS)).float()
+        excess = (losses.detach() - least).mean()
+        return sound + hedge * (losses * weight).sum() / weight.sum(), excess
+    losses = unlikelihood(logits[row, place], answer, work.limit[row])
     sure = (weight * (losses.detach() > 0)).sum()
-    doubt = (losses * weight).sum() / (sure + 0.2 * weight.sum())
-    return sound + strength * doubt, (losses > 0).float().mean().detach()
+    value = (losses * weight).sum() / (sure + 0.2 * weight.sum())
+    return sound + doubt * value, (losses > 0).float().mean().detach()
+
+
+class Probes(nn.Module):
+    """Linear readers, for training only, of the bits that each part of the state owns."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = [config.kda_head_dim if config.is_kda(i) else config.value_dim for i in range(config.layers)]
+        # One reader a head; the heads of an MLA layer are read together.
+        self.readers = nn.ParameterList(torch.zeros(config.heads, width, BITS) for width in widths)
+        heads = torch.full((config.layers, 2 * KEY_CLASSES, config.heads), False)
+        masks = torch.zeros(config.layers, 2 * KEY_CLASSES, BITS)
+        for owner in owners(config):
+            heads[owner.layer, owner.share, slice(None) if owner.head is None else owner.head] = True
+            for bit in range(BITS):
+                masks[owner.layer, owner.share, bit] = float(owner.bits >> bit & 1)
+        self.heads: Tensor
+        self.masks: Tensor
+        self.register_buffer("heads", heads)
+        self.register_buffer("masks", masks)
+
+    def forward(self, batch: Batch, output: Output, tasks: Tasks, most: int = 4096) -> tuple[Tensor, Tensor]:
+        """The mean binary cross-entropy of the owned bits, and the share of them read right."""
+        row, place = (batch.share[:, 1:] >= 0).nonzero(as_tuple=True)
+        if len(row) > most:
+            chosen = tasks.integers(len(row), most)
+            row, place = row[chosen], place[chosen]
+        share = batch.share[row, place + 1]
+        code = tasks.code[batch.ids[row, place + 1]]
+        bits = (code[:, None] >> torch.arange(BITS, device=code.device)) & 1
+        loss = right = count = torch.zeros((), device=code.device)
+        for layer, read in enumerate(output.reads):
+            picked = read[row * batch.ids.shape[1] + place].float() * self.heads[layer, share].unsqueeze(-1)
+            logits = torch.einsum("nhd,hdb->nb", picked, self.readers[layer].float())
+            mask = self.masks[layer, share]
+            cost = F.binary_cross_entropy_with_logits(logits, bits.float(), reduction="none")
+            loss = loss + (cost * mask).sum()
+            right = right + (((logits > 0) == (bits > 0)) * mask).sum()
+            count = count + mask.sum()
+        return loss / count.clamp(min=1), (right / count.clamp(min=1)).detach()
 
 
 def draft_loss(head: MtpHead, text: DemoModel, batch: Batch, output: Output) -> tuple[Tensor, Tensor]:

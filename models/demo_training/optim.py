@@ -27,17 +27,17 @@ def orthogonalise(x: Tensor) -> Tensor:
     return work.mT if tall else work
 
 
+def _is_table(name: str) -> bool:
+    return any(part in name for part in ("embed", "lm_head", "readers"))
+
+
 class Optimizer:
     """One step over all trained parameters of some modules."""
 
     def __init__(self, modules: list[nn.Module], lr_muon: float, lr_adam: float, decay: float) -> None:
         named = [(n, p) for m in modules for n, p in m.named_parameters() if p.requires_grad]
-        tables = [p for n, p in named if "embed" in n or "lm_head" in n]
-        matrices = [
-            p
-            for n, p in named
-            if p.ndim >= 2 and min(p.shape[-2:]) >= 16 and "embed" not in n and "lm_head" not in n
-        ]
+        tables = [p for n, p in named if _is_table(n)]
+        matrices = [p for n, p in named if p.ndim >= 2 and min(p.shape[-2:]) >= 16 and not _is_table(n)]
         known = {id(p) for p in [*tables, *matrices]}
         others = [p for _, p in named if id(p) not in known]
         self.parameters = [p for _, p in named]

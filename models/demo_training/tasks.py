@@ -18,14 +18,19 @@ import torch
 from torch import Tensor
 
 from models.demo_training.config import BOS
+from models.demo_training.shares import KEY_CLASSES
 from models.demo_training.tokenizer import Vocabulary
 
-MAX_KEYS = 256
+MAX_KEYS = 128
 """Most different keys in one context."""
+VALUES = 256
+"""Different values; a value's place among them is its code, whose bits `shares` deals out to the layers."""
 OPERATORS = ("?", "!")
 COPY_LENGTHS = (8, 16, 32, 64, 128, 256)
 COPY_GAPS = (0, 0, 64, 256, 1024)
-SPARSE_STRIDES = (8, 16, 32, 64)
+SPARSE_STRIDES = (8, 16, 16, 32)
+TEXT_WEIGHT = 0.02
+"""Loss weight of the text between sparse records. A record's answer weighs 1, and there are few of them."""
 
 
 @dataclass
@@ -39,16 +44,26 @@ class Batch:
     """True where the token is an answer to be measured."""
     source: Tensor
     """Where the answer stood last before the question, −1 where there is none."""
+    share: Tensor
+    """Which row of the ownership table an answer of recall belongs to (see `shares`), −1 where there is none."""
 
     @staticmethod
     def join(batches: list[Batch]) -> Batch:
         """Stack batches of one length."""
-        fields = zip(*((b.ids, b.weight, b.answer, b.source) for b in batches), strict=True)
+        fields = zip(*(b.fields() for b in batches), strict=True)
         return Batch(*(torch.cat(parts) for parts in fields))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
-        return Batch(*(t.to(device) for t in (self.ids, self.weight, self.answer, self.source)))
+        return Batch(*(t.to(device) for t in self.fields()))
+
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All tensors in order."""
+        return self.ids, self.weight, self.answer, self.source, self.share
+
+    def rows(self, order: Tensor) -> Batch:
+        """The rows that `order` [N] picks."""
+        return Batch(*(t[order] for t in self.fields()))
 
 
 class Tasks:
@@ -60,9 +75,17 @@ class Tasks:
         self.special, self.symbols = vocabulary.special, vocabulary.symbols
         self.words = torch.tensor(vocabulary.words, device=device)
         self.numbers = torch.tensor(vocabulary.numbers, device=device)
-        self.values = torch.cat([self.words, self.numbers[:100]])
+        self.values = torch.cat([self.words[: VALUES - 100], self.numbers[:100]])
+        self.code = torch.full((vocabulary.size,), -1, device=device)
+        self.code[self.values] = self.range_of(len(self.values))
+        self.key_class = torch.zeros(vocabulary.size, dtype=torch.long, device=device)
+        self.key_class[self.words] = self.range_of(len(self.words)) % KEY_CLASSES
         self.filler = filler.to(device)
         self.range = torch.arange(1 << 15, device=device)
+
+    def range_of(self, count: int) -> Tensor:
+        """0 … count−1."""
+        return torch.arange(count, device=self.device)
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform draws in [0, 1)."""
@@ -86,7 +109,8 @@ class Tasks:
         ids = self.text(batch, length)
         ids[:, 0] = BOS
         nothing = torch.zeros_like(ids, dtype=torch.bool)
-        return Batch(ids, torch.full(ids.shape, 0.3, device=self.device), nothing, torch.full_like(ids, -1))
+        none = torch.full_like(ids, -1)
+        return Batch(ids, torch.full(ids.shape, 0.3, device=self.device), nothing, none, none)
 
     def recall(
         self,
@@ -111,7 +135,7 @@ class Tasks:
             latest = torch.full((batch, 1), operator == "?", device=self.device)
         ids = self.text(batch, length)
         ids[:, 0], ids[:, 1] = BOS, self.special["<kv>"]
-        weight = torch.full(ids.shape, 0.1 if stride > size else 0.0, device=self.device)
+        weight = torch.full(ids.shape, TEXT_WEIGHT if stride > size else 0.0, device=self.device)
 
         keys, key_id = self._keys(batch, count, key_words, max_keys)
         question, last, seen = self._history(key_id, asked)
@@ -137,7 +161,10 @@ class Tasks:
         at = start + key_words + 1
         answer = torch.zeros_like(ids, dtype=torch.bool).scatter_(1, at, question)
         seen_at = torch.where(question, at.gather(1, seen.clamp(min=0)), -1)
-        return Batch(ids, weight, answer, torch.full_like(ids, -1).scatter_(1, at, seen_at))
+        share = self.key_class[keys[..., 0]] + torch.where(latest, 0, KEY_CLASSES)
+        share = torch.where(question, share, -1)
+        none = torch.full_like(ids, -1)
+        return Batch(ids, weight, answer, none.scatter(1, at, seen_at), none.scatter(1, at, share))
 
     def _history(self, key_id: Tensor, asked: float) -> tuple[Tensor, Tensor, Tensor]:
         """Which records are questions, and for each the latest assignment and the latest mention of its key.
@@ -198,7 +225,7 @@ class Tasks:
             ids[:, copied] = words
             weight[:, copied], answer[:, copied] = 0.5, True
             source[:, copied] = start + 1 + self.range[:size]
-        return Batch(ids, weight, answer, source)
+        return Batch(ids, weight, answer, source, torch.full_like(ids, -1))
 
     def addition(self, batch: int, length: int) -> Batch:
         """Sums of two numbers under 100, one after the other."""
@@ -213,4 +240,5 @@ class Tasks:
         answer = torch.zeros_like(ids, dtype=torch.bool)
         place = 1 + self.range[:count] * 6 + 4
         weight[:, place], weight[:, place + 1], answer[:, place] = 1.0, 0.1, True
-        return Batch(ids, weight, answer, torch.full_like(ids, -1))
+        none = torch.full_like(ids, -1)
+        return Batch(ids, weight, answer, none, none)
