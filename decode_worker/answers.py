@@ -103,8 +103,14 @@ class Answers:
             log.warning("request %s: the end of its answer is not kept: %s", job.add.request_id, error)
             await self._drop(job, outcome)
             return
-        self._forget(job)
+        self._done(job)
+
+    def _done(self, job: Job) -> None:
+        # The connector may speak before the step that ends the request has been delivered: its tokens must find the
+        # job, and its end forgets it.
+        if job.ended:
+            self._forget(job)
 
     async def _drop(self, job: Job, outcome: PublishOutcome | None) -> None:
-        self._forget(job)
+        self._done(job)
         await self._publisher.discard(job.state[_KEY], outcome)

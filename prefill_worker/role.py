@@ -213,7 +213,8 @@ class PrefillRole(Role):
     def _done(self, job: Job) -> None:
         if (deadline := job.state.get("deadline")) is not None:
             deadline.cancel()
-        self._forget(job)
+        if job.ended:  # else its last step has not been delivered yet, and its end forgets it
+            self._forget(job)
 
     # ---- release
 

@@ -23,7 +23,7 @@ from statestore.boundary import BoundaryRecord
 from statestore.checkpoints.budget import Budget
 from statestore.checkpoints.index import CheckpointIndex
 from statestore.ledger import Ledger, LedgerError
-from statestore.pool import Pool, PoolError
+from statestore.pool import Pool, PoolClosed, PoolError
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Keeper:
         self._background = background
         self._evicting = asyncio.Lock()
         self._going: set[str] = set()
+        self._pool_closed = False
         index.on_gone = self._vanished
 
     async def give_back(
@@ -73,6 +74,8 @@ class Keeper:
         pause = FIRST_PAUSE
         while True:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            if self._pool_closed:
+                return  # this worker ends; the sweeper of another one takes over
             if await self._try_to_give_back(records, keys):
                 log.info("given back at last: %s", ", ".join(record.id for record in records))
                 done()
@@ -89,6 +92,7 @@ class Keeper:
             if records:
                 await self._ledger.release(*records)
         except _AWAY as error:
+            self._pool_closed = isinstance(error, PoolClosed)
             log.warning("%s cannot be given back yet: %s", names or f"{len(keys)} objects", error)
             return False
         return True

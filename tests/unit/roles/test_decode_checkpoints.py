@@ -164,6 +164,18 @@ async def test_what_comes_to_no_good_end_leaves_nothing(how: str) -> None:
     assert h.forgotten == [j]
 
 
+async def test_tokens_that_come_after_the_connectors_word_find_their_job() -> None:
+    """It may say that there is nothing to publish before the step that ends the request has been delivered."""
+    h = await decode_beside(PrefillHarness())
+    j = job(Stream(), PROMPT)
+    await h.role.prepare(j)
+    h.role.on_publish_failed(j, "nothing to publish")
+    await h.settle()
+    assert h.forgotten == []
+    assert "keep" not in j.state, "so its end forgets it"
+    assert not h.ledger.records
+
+
 async def test_the_same_answer_twice_is_kept_once() -> None:
     h = await decode_beside(PrefillHarness())
     jobs = [job(Stream(), PROMPT) for _ in range(2)]

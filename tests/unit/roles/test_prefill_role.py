@@ -17,7 +17,9 @@ PROMPT = list(range(100, 140))
 async def _prepared(h: PrefillHarness, stream: Stream, prompt: list[int] = PROMPT):
     await h.join()
     j = job(stream, prompt, publish=pb.Publish(preferred_segment="seg"))
-    return j, await h.role.prepare(j)
+    request = await h.role.prepare(j)
+    j.ended = True  # by the step that computed the prompt
+    return j, request
 
 
 async def test_a_publish_computes_n_minus_1_tokens_and_commits_in_two_writes() -> None:
@@ -120,6 +122,7 @@ async def test_ranks_that_never_report_run_into_the_deadline() -> None:
     await h.join()
     j = job(stream, PROMPT, publish=pb.Publish(), timeout=0.05)
     request = await h.role.prepare(j)
+    j.ended = True
     message = await stream.next()
     assert not message.published.committed
     assert "deadline" in message.published.error
