@@ -79,8 +79,16 @@ def metric(cluster: Cluster, sample: str) -> float:
 
 
 def records(cluster: Cluster) -> list[BoundaryRecord]:
-    """Every boundary that the ledger holds now."""
+    """What the ledger holds now of requests: every record that is no committed checkpoint."""
+    return [r for r in _ledger(cluster) if not (r.reusable and r.state == "committed")]
 
+
+def checkpoints(cluster: Cluster) -> list[BoundaryRecord]:
+    """Committed checkpoints, oldest first."""
+    return [r for r in _ledger(cluster) if r.reusable and r.state == "committed"]
+
+
+def _ledger(cluster: Cluster) -> list[BoundaryRecord]:
     async def read() -> list[BoundaryRecord]:
         ledger = EtcdLedger(EtcdConfig(endpoints=[cluster.etcd_endpoint]))
         try:
@@ -92,12 +100,13 @@ def records(cluster: Cluster) -> list[BoundaryRecord]:
 
 
 def stored_objects(cluster: Cluster) -> int:
-    """Objects in the store, by its master's own count."""
+    """Objects in the store, by its master's own count, beyond those of committed checkpoints."""
+    kept = sum(len(record.objects()) for record in checkpoints(cluster))
     arguments = Path(f"/proc/{cluster.pids['master']}/cmdline").read_text().split("\0")
     port = next(a.partition("=")[2] for a in arguments if a.startswith("--metrics_port="))
     _, document = call(f"http://127.0.0.1:{port}/metrics", timeout=10)
     assert re.search(r"^master_key_count ", document["text"], re.MULTILINE), document["text"][:2000]
-    return int(_sample(document["text"], "master_key_count"))
+    return int(_sample(document["text"], "master_key_count")) - kept
 
 
 def _sample(text: str, sample: str) -> float:

@@ -31,9 +31,12 @@ HEAL_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster that these tests break."""
+    """The cluster that these tests break. It keeps no checkpoints, so that whatever stays is seen."""
     config = cluster_config(
-        tmp_path_factory.mktemp("faults"), router_options={"prefill_timeout": 8.0, "resume_wait": 150.0}
+        tmp_path_factory.mktemp("faults"),
+        router_options={"prefill_timeout": 8.0, "resume_wait": 150.0},
+        prefill_options={"checkpoint_bytes": 0},
+        decode_options={"checkpoint_bytes": 0},
     )
     with Cluster(config) as running:
         yield running
