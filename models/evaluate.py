@@ -119,15 +119,14 @@ def show(table: dict[str, dict[str, dict[str, float]]]) -> None:
 def compare(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """How many answers of the cells that both runs hold differ in any token, and the witnesses' largest shift.
 
-    Raises ValueError when a cell has another number of answers: the prompts were not the same.
+    A run of fewer cases asked the first of the other's, so the shorter decides.
     """
     differ: dict[str, int] = {}
     total = 0
     for cell, answers in now["answers"].items():
-        if cell in earlier["answers"]:
-            pairs = zip(earlier["answers"][cell], answers, strict=True)
-            differ[cell] = sum(a != b for a, b in pairs)
-            total += len(answers)
+        pairs = list(zip(earlier["answers"].get(cell, []), answers, strict=False))
+        differ[cell] = sum(a != b for a, b in pairs)
+        total += len(pairs)
     shifts = [
         abs(a["logprob"] - b["logprob"]) for a, b in zip(earlier["witness"], now["witness"], strict=True)
     ]
