@@ -23,14 +23,12 @@ from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 from deltaserve.config import StoreConfig, WorkerConfig
 from deltaserve.engine.arguments import connector_config, engine_args
 from statestore.pool import Pool
 from tests.doubles.pool import DeadlinePool, Store
-from tests.doubles.rank_memory import RankMemory, Tables, caches_config, dealt, from_heads, to_heads
-from tests.doubles.toy_model import KDA_LAYERS, MLA_LAYERS, ROW_WIDTH, State, ToyModel
+from tests.doubles.rank_memory import AllRanks, Tables, caches_config
+from tests.doubles.toy_model import State, ToyModel
 from tests.support.cluster import DEMO
 
 MODEL_DIGEST = "0123456789abcdef"
@@ -107,8 +105,8 @@ class EngineDouble:
         """Called when the step has been computed, before the connector's part of it."""
         self.vllm_config = _vllm_config(config, worker_id, block_size, blocks)
         per_rank = self.model.heads // self.tp
-        page = 8 * -(-max(RankMemory.state_bytes(per_rank), block_size * ROW_WIDTH * 4) // 8) + 24
-        self.kv_cache_config = caches_config(per_rank, block_size, blocks, page)
+        self._all = AllRanks(self.tp, self.dcp, self.interleave, per_rank, block_size, blocks)
+        self.kv_cache_config = caches_config(per_rank, block_size, blocks, self._all.page)
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -116,7 +114,7 @@ class EngineDouble:
         self.scheduler = Scheduler(
             self.vllm_config, self.kv_cache_config, _NoGrammar(), scheduler_block, hash_block
         )
-        self.memory = [RankMemory(per_rank, block_size, blocks, page) for _ in range(self.tp)]
+        self.memory = self._all.ranks
         self.pools: list[Any] = []
         """Of the ranks, in order: `DeadlinePool`s over `store`, or what `make_pool` made."""
         self._make_pool = make_pool or functools.partial(_pool_double, store)
@@ -201,8 +199,8 @@ class EngineDouble:
 
     def read_state(self, tables: Tables, length: int) -> State:
         """The state after `length` tokens, put together from all ranks; replicas of a row must agree."""
-        recurrent, conv = self._states(tables, -(-length // self.block_size) - 1)
-        return State(recurrent, conv, self._rows(tables, length))
+        recurrent, conv = self._all.states(tables, -(-length // self.block_size) - 1)
+        return State(recurrent, conv, self._all.rows(tables, length))
 
     # ---- the thread
 
@@ -272,58 +270,14 @@ class EngineDouble:
             empty = self.model.empty()
             recurrent, conv = empty.recurrent, empty.conv
         else:
-            recurrent, conv = self._states(tables, before)
+            recurrent, conv = self._all.states(tables, before)
         recurrent, conv, rows = self.model.advance(recurrent, conv, list(request.all_token_ids)[start:end])
         self._state_at[request.request_id] = after
-        self._write_states(tables, after, recurrent, conv)
-        table = np.array(tables[-1])
-        places = dealt(end, self.dcp, self.interleave, self.block_size)[start:]
-        for rank, memory in enumerate(self.memory):
-            mine = np.flatnonzero(places[:, 0] == rank % self.dcp)
-            _, index, row = places[mine].T
-            for layer in range(len(MLA_LAYERS)):
-                memory.rows(layer)[table[index], row] = rows[layer, mine]
+        self._all.write_states(tables, after, recurrent, conv)
+        self._all.write_rows(tables, start, rows)
         if end < request.num_tokens:
             return []
-        return [self.model.next_token(State(recurrent, conv, self._rows(tables, end)))]
-
-    def _states(self, tables: Tables, index: int) -> tuple[Any, Any]:
-        recurrent, conv = [], []
-        for number in range(len(KDA_LAYERS)):
-            block = tables[number // len(MLA_LAYERS)][index]
-            parts = [memory.state(number, block) for memory in self.memory]
-            recurrent.append(np.concatenate([part[0] for part in parts]))
-            conv.append(
-                np.concatenate(
-                    [to_heads(part[1], memory.heads) for part, memory in zip(parts, self.memory, strict=True)]
-                )
-            )
-        return np.stack(recurrent), np.stack(conv)
-
-    def _write_states(self, tables: Tables, index: int, recurrent: Any, conv: Any) -> None:
-        for number in range(len(KDA_LAYERS)):
-            block = tables[number // len(MLA_LAYERS)][index]
-            for rank, memory in enumerate(self.memory):
-                mine = slice(rank * memory.heads, (rank + 1) * memory.heads)
-                its_recurrent, its_conv = memory.state(number, block)
-                its_recurrent[:] = recurrent[number, mine]
-                its_conv[:] = from_heads(conv[number, mine])
-
-    def _rows(self, tables: Tables, length: int) -> Any:
-        rows = np.empty((len(MLA_LAYERS), length, ROW_WIDTH), np.float32)
-        table = np.array(tables[-1])
-        places = dealt(length, self.dcp, self.interleave, self.block_size)
-        for rank, memory in enumerate(self.memory):
-            mine = np.flatnonzero(places[:, 0] == rank % self.dcp)
-            _, index, row = places[mine].T
-            for layer in range(len(MLA_LAYERS)):
-                found = memory.rows(layer)[table[index], row]
-                if rank < self.dcp:
-                    rows[layer, mine] = found
-                elif found.tobytes() != rows[layer, mine].tobytes():
-                    # Ranks that disagree give an answer that no reference gives.
-                    rows[layer, mine] = np.nan
-        return rows
+        return [self.model.next_token(State(recurrent, conv, self._all.rows(tables, end)))]
 
     # ---- the connector's part of a step
 

@@ -40,10 +40,11 @@ def group_layers() -> list[tuple[str, tuple[int, ...]]]:
 class RankMemory:
     """See the module's description."""
 
-    def __init__(self, heads: int, block_size: int, blocks: int, page: int) -> None:
+    def __init__(
+        self, memory: NDArray[np.uint8], heads: int, block_size: int, blocks: int, page: int
+    ) -> None:
         self.heads, self.block_size, self.blocks, self.page = heads, block_size, blocks, page
-        # Every byte 0xFF: NaN wherever a float is read that was never written.
-        self.memory: NDArray[np.uint8] = np.full(SLOTS * blocks * page, PATTERN, np.uint8)
+        self.memory = memory
 
     @staticmethod
     def state_bytes(heads: int) -> int:
@@ -87,33 +88,84 @@ class RankMemory:
         conv = page[:columns].view(np.float32).reshape(CONV_WIDTH - 1, self.heads * CHANNELS)
         return page[columns:end].view(np.float32).reshape(self.heads, HEAD_V, HEAD_K), conv
 
-    def rows(self, layer: int) -> Floats:
-        """[blocks, block size, width] of an MLA layer (index among them), a view."""
-        size = self.blocks * self.page
-        pages = self.memory[layer * size : (layer + 1) * size].reshape(self.blocks, self.page)
-        rows = pages[:, : self.block_size * ROW_WIDTH * 4].view(np.float32)
-        return rows.reshape(self.blocks, self.block_size, ROW_WIDTH)
-
     def _page(self, slot: int, block: int) -> NDArray[np.uint8]:
         at = (slot * self.blocks + block) * self.page
         return self.memory[at : at + self.page]
 
 
+class AllRanks:
+    """The memory of every rank of an engine, and the state of a sequence put together from it and divided over it.
+
+    Rank r holds heads [r·H/TP, (r+1)·H/TP), and the rows whose owner is r % DCP. A row that its replicas disagree about
+    is read as NaN, so that the answer is one that no reference gives.
+    """
+
+    def __init__(self, tp: int, dcp: int, interleave: int, heads: int, block_size: int, blocks: int) -> None:
+        """`heads`: of one rank; `block_size`: tokens of a block on one rank."""
+        self.tp, self.dcp, self.interleave = tp, dcp, interleave
+        self.heads, self.block_size, self.blocks = heads, block_size, blocks
+        self.page = 8 * -(-max(RankMemory.state_bytes(heads), block_size * ROW_WIDTH * 4) // 8) + 24
+        # Every byte 0xFF: NaN wherever a float is read that was never written.
+        self._memory: NDArray[np.uint8] = np.full((tp, SLOTS * blocks * self.page), PATTERN, np.uint8)
+        self.ranks = [RankMemory(memory, heads, block_size, blocks, self.page) for memory in self._memory]
+        pages = self._memory.reshape(tp, SLOTS, blocks, self.page)
+        rows = pages[..., : block_size * ROW_WIDTH * 4].view(np.float32)
+        # [replicas, owners, slots, blocks, rows, width]
+        self._rows = rows.reshape(tp // dcp, dcp, SLOTS, blocks, block_size, ROW_WIDTH)
+
+    def states(self, tables: Tables, index: int) -> tuple[Floats, Floats]:
+        """(recurrent [layers, H, V, K], conv [layers, H, W-1, channels]) of all heads, from a table's block `index`."""
+        recurrent, conv = [], []
+        for number in range(len(KDA_LAYERS)):
+            its_recurrent, its_conv = self._state(number, tables[number // SLOTS][index])
+            recurrent.append(its_recurrent.reshape(-1, HEAD_V, HEAD_K))
+            columns = its_conv[:, :, _columns(self.heads)]
+            conv.append(columns.transpose(0, 2, 1, 3).reshape(-1, CONV_WIDTH - 1, CHANNELS))
+        return np.stack(recurrent), np.stack(conv)
+
+    def write_states(self, tables: Tables, index: int, recurrent: Floats, conv: Floats) -> None:
+        """Inverse of `states`."""
+        for number in range(len(KDA_LAYERS)):
+            its_recurrent, its_conv = self._state(number, tables[number // SLOTS][index])
+            its_recurrent[:] = recurrent[number].reshape(its_recurrent.shape)
+            columns = conv[number].reshape(self.tp, self.heads, CONV_WIDTH - 1, CHANNELS)
+            its_conv[:, :, _columns(self.heads)] = columns.transpose(0, 2, 1, 3)
+
+    def rows(self, tables: Tables, length: int) -> Floats:
+        """[MLA layers, length, width] of the tokens [0, length)."""
+        owner, block, row = self._places(tables, 0, length)
+        found = np.empty((SLOTS, length, ROW_WIDTH), np.float32)
+        for layer in range(SLOTS):
+            replicas = self._rows[:, owner, layer, block, row]
+            found[layer] = replicas[0]
+            differ = (replicas.view(np.uint32) != replicas[:1].view(np.uint32)).any(axis=(0, 2))
+            found[layer, differ] = np.nan
+        return found
+
+    def write_rows(self, tables: Tables, start: int, rows: Floats) -> None:
+        """Write the rows [MLA layers, tokens, width] of the tokens from `start` on, on every rank that holds them."""
+        owner, block, row = self._places(tables, start, start + rows.shape[1])
+        for layer in range(SLOTS):
+            self._rows[:, owner, layer, block, row] = rows[layer]
+
+    def _places(self, tables: Tables, start: int, end: int) -> tuple[NDArray[np.int64], ...]:
+        """(owner, block id, row) of the tokens [start, end)."""
+        owner, index, row = _dealt(end, self.dcp, self.interleave, self.block_size)[start:].T
+        return owner, np.array(tables[-1], np.int64)[index], row
+
+    def _state(self, layer: int, block: int) -> tuple[Floats, Floats]:
+        """(recurrent [ranks, heads, V, K], conv [ranks, W-1, channels]) of a KDA layer, views of the memory."""
+        at = (layer % SLOTS * self.blocks + block) * self.page
+        columns = (CONV_WIDTH - 1) * self.heads * CHANNELS * 4
+        page = self._memory[:, at : at + RankMemory.state_bytes(self.heads)]
+        conv = page[:, :columns].view(np.float32).reshape(self.tp, CONV_WIDTH - 1, -1)
+        recurrent = page[:, columns:].view(np.float32).reshape(self.tp, self.heads, HEAD_V, HEAD_K)
+        return recurrent, conv
+
+
 def layer_name(kind: str, layer: int) -> str:
     """vLLM's name of a layer."""
     return f"model.layers.{layer}.{kind}"
-
-
-def to_heads(conv: Floats, heads: int) -> Floats:
-    """[W-1, q heads | k heads | v heads] as [heads, W-1, q | k | v of the head]."""
-    return conv[:, _columns(heads)].transpose(1, 0, 2)
-
-
-def from_heads(conv: Floats) -> Floats:
-    """Inverse of `to_heads`."""
-    found = np.empty((CONV_WIDTH - 1, conv.shape[0] * CHANNELS), np.float32)
-    found[:, _columns(conv.shape[0])] = conv.transpose(1, 0, 2)
-    return found
 
 
 @functools.lru_cache
@@ -131,7 +183,7 @@ def _columns(heads: int) -> NDArray[np.int64]:
 
 
 @functools.lru_cache(1 << 12)
-def dealt(length: int, dcp: int, interleave: int, block_size: int) -> NDArray[np.int64]:
+def _dealt(length: int, dcp: int, interleave: int, block_size: int) -> NDArray[np.int64]:
     """[tokens, (owner, block-table index, row)], by dealing tokens out one at a time."""
     return np.array(deal(length, dcp, interleave, block_size), np.int64).reshape(length, 3)
 

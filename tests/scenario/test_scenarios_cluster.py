@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios 4, 7, 10, 11 and 13 against real engines: one cluster, prefill TP 1, decode TP 2 with DCP 2.
+"""Scenarios 4, 7, 10, 11 and 13 against real engines: two prefill workers of TP 1, a decode worker of TP 2 with DCP 2.
 
 The decode worker's heads and rows lie otherwise than the prefill worker's, so every handover here is scenario 7's. What
 the engines' in-process double shows in bits is shown here in tokens and log-probs of the demonstration model.
@@ -52,6 +52,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     options: dict[str, Any] = {"checkpoint_bytes": 0}
     config = cluster_config(
         tmp_path_factory.mktemp("scenarios"),
+        prefill=2,
         decode_tp=2,
         decode_dcp=2,
         max_num_seqs=SEATS,
@@ -72,9 +73,8 @@ def gauges(cluster: Cluster) -> dict[str, float]:
     }
     health = call(cluster.endpoint + "/health")[1]
     for role, report in health["roles"].items():
-        for worker in report["workers"]:
-            for name in ("requests", "outstanding_tokens", "running", "waiting", "kv_usage"):
-                found[f"{role} {name}"] = worker[name]
+        for name in ("requests", "outstanding_tokens", "running", "waiting", "kv_usage"):
+            found[f"{role} {name}"] = sum(worker[name] for worker in report["workers"])
     return found
 
 
@@ -178,7 +178,7 @@ def _published(cluster: Cluster) -> list[Client]:
     made = [Client(cluster, prompt(20), 400) for _ in range(SEATS)]
     wait_until(lambda: all(client.chunks for client in made), 60, "the seats are taken")
     made += [Client(cluster, prompt(300), 20) for _ in range(2)]
-    wait_until(lambda: gauges(cluster)["decode waiting"] >= 1, 30, "one waits for a seat")
+    wait_until(lambda: gauges(cluster)["decode requests"] > SEATS, 30, "one waits for a seat")
     return made
 
 
@@ -214,14 +214,14 @@ def test_cancelled_at_six_points_everything_returns(real: Cluster) -> None:
     baseline = gauges(real)
     right = complete(real, prompt(300), "local", cache_salt=salt())["tokens"]
     cancelled = 0
-    for point in POINTS * 2:
+    for point in POINTS:
         clients = point(real)
         with ThreadPoolExecutor(len(clients)) as threads:
             list(threads.map(Client.go, clients))
         cancelled += len(clients)
         assert complete(real, prompt(300), cache_salt=salt())["tokens"] == right, point.__name__
         back_to(real, baseline)
-    assert cancelled >= 50
+    assert cancelled >= 26
 
 
 def test_control_the_gauges_see_a_living_request(real: Cluster) -> None:
@@ -235,7 +235,26 @@ def test_control_the_gauges_see_a_living_request(real: Cluster) -> None:
     back_to(real, baseline)
 
 
-# ---- 10 and 13
+# ---- 13, which leaves one prefill worker, and 10, which leaves none
+
+
+def test_a_prefill_worker_killed_mid_publish(real: Cluster) -> None:
+    tokens = prompt(LONG)
+    right = complete(real, tokens, "local", cache_salt=salt())["tokens"]
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(complete, real, tokens, cache_salt=salt()) for _ in range(4)]
+        wait_until(
+            lambda: any(record.state == "pending" for record in records(real)), 30, "a publish is open"
+        )
+        real.kill("prefill-0", hold=True)
+        answers = [each.result(120) for each in asked]
+    assert all(answer["tokens"] == right for answer in answers)
+    assert any(answer["trace"]["route"].startswith("local prefill_failed") for answer in answers)
+    wait_until(lambda: not records(real), 40, "what it left is swept")
+    wait_until(lambda: stored_objects(real) == 0, 20, "its objects too")
+    assert complete(real, prompt(300), cache_salt=salt())["trace"]["from_store"] == 299, (
+        "the other one serves"
+    )
 
 
 def test_a_decode_that_starts_after_its_boundary_has_been_swept(real: Cluster) -> None:
@@ -250,7 +269,7 @@ def test_a_decode_that_starts_after_its_boundary_has_been_swept(real: Cluster) -
         wait_until(
             lambda: any(r.state == "committed" and r.id not in before for r in records(real)), 30, "committed"
         )
-        real.kill("prefill-0", hold=True)
+        real.kill("prefill-1", hold=True)
         wait_until(lambda: not records(real), 40, "the dead worker's records are swept")
         for client in seats:
             client.go()
@@ -258,26 +277,3 @@ def test_a_decode_that_starts_after_its_boundary_has_been_swept(real: Cluster) -
     assert answer["tokens"] == right
     assert answer["trace"]["from_store"] == 0
     assert answer["trace"]["failure"]
-    real.restart("prefill-0")
-    real.wait_ready("prefill-0", 180)
-    wait_until(lambda: _handed_over(real, 300), 60, "handovers work again")
-
-
-def _handed_over(cluster: Cluster, length: int) -> bool:
-    return bool(complete(cluster, prompt(length), cache_salt=salt())["trace"]["from_store"] == length - 1)
-
-
-def test_a_prefill_worker_killed_mid_publish(real: Cluster) -> None:
-    tokens = prompt(LONG)
-    right = complete(real, tokens, "local", cache_salt=salt())["tokens"]
-    with ThreadPoolExecutor(2) as threads:
-        asked = [threads.submit(complete, real, tokens, cache_salt=salt()) for _ in range(2)]
-        wait_until(
-            lambda: any(record.state == "pending" for record in records(real)), 30, "a publish is open"
-        )
-        real.kill("prefill-0", hold=True)
-        answers = [each.result(120) for each in asked]
-    assert all(answer["tokens"] == right for answer in answers)
-    assert any(answer["trace"]["route"].startswith("local prefill_failed") for answer in answers)
-    wait_until(lambda: not records(real), 40, "what it left is swept")
-    wait_until(lambda: stored_objects(real) == 0, 20, "its objects too")
