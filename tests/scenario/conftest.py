@@ -23,7 +23,7 @@ def _quick_switches() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(sweeping, "SWEEP_SECONDS", 0.2)
 
 
 @pytest.fixture
