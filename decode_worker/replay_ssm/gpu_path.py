@@ -58,9 +58,11 @@ def choose(heads: int, batch: int, capacity: int) -> KernelConfig:
         return KernelConfig(
             prepare="triton", prepare_registers=None, advance="triton", value_tile=32, warps=2
         )
-    if heads * batch <= 192:
+    # With few heads, one-warp programs spread over more multiprocessors; with very few, reading ahead wins again. The
+    # preparation of a large batch wants more programs at once, that of a small one the compiler's schedule.
+    if 32 < heads * batch <= 192:
         return KernelConfig(prepare_registers=None)
-    registers = None if heads * batch <= 512 else 128
+    registers = None if heads * batch <= 1024 else 128
     return KernelConfig(prepare_registers=registers, advance="stream", value_tile=64, warps=4)
 
 

@@ -121,8 +121,8 @@ def prepare_window(
     old_k = tl.load(kg + j * 2 * K + kk, mask=j < n, other=0.0).to(tl.float32)
     next_g = tl.load(kg + (j + 1) * 2 * K + K + kk, mask=j + 1 < n, other=0.0).to(tl.float32)
     next_g = tl.where(j + 1 < n, _log_decay(next_g + bias[None, :], a, lower_bound, BOUNDED), 0.0)
-    first_g = tl.load(kg + K + ok, mask=(ok < K) & (n > 0), other=0.0).to(tl.float32)
-    first_g = tl.where((ok < K) & (n > 0), _log_decay(first_g + bias, a, lower_bound, BOUNDED), 0.0)
+    first_g = tl.load(kg + K + ok, mask=ok < n * K, other=0.0).to(tl.float32)
+    first_g = tl.where(ok < n * K, _log_decay(first_g + bias, a, lower_bound, BOUNDED), 0.0)
     to_end = tl.cumsum(next_g, axis=0, reverse=True)
     old_k *= tl.rsqrt(tl.sum(old_k * old_k, axis=1) + 1e-6)[:, None] * tl.exp(to_end)
     fold = keys_fold + pid.to(tl.int64) * (RP + 1) * K
