@@ -99,8 +99,9 @@ class Keeper:
 
     async def make_room(self, nbytes: int = 0) -> bool:
         """Evict until `nbytes` more fit and the checkpoints are within their limit. Returns whether they fit."""
-        async with self._evicting:
-            await self._evict_while(lambda: self.budget.excess(nbytes) > 0)
+        if self.budget.excess(nbytes) > 0:  # else nobody waits for an eviction that is under way
+            async with self._evicting:
+                await self._evict_while(lambda: self.budget.excess(nbytes) > 0)
         return self.budget.fits(nbytes)
 
     async def evict_some(self, nbytes: int) -> None:

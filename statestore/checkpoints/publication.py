@@ -130,7 +130,7 @@ class Publisher:
         end = len(tokens) + answer
         checkpoints = min((end - base) // spacing, MAX_LINKS - 1) if spacing else 0
         nbytes = publish_bytes(self.geometry, base, end, checkpoints)
-        if not await self.keeper.make_room(nbytes):
+        if not await self._room_for(nbytes, wait=not answer):
             log.warning(
                 "no room for %d bytes: %d of %d are in use, %d of them by checkpoints",
                 nbytes,
@@ -167,6 +167,15 @@ class Publisher:
                 chain, record = (), replace(record, base=0, parents=())
                 opening = self._open(record)
         return Publication(record, chain, cache_salt, opening, time.monotonic())
+
+    async def _room_for(self, nbytes: int, wait: bool) -> bool:
+        """Whether `nbytes` more fit. A request does not wait for evictions that only its answer's end needs."""
+        if wait:
+            return await self.keeper.make_room(nbytes)
+        fits = self.budget.fits(nbytes)
+        if not fits:
+            self._background(self.keeper.make_room(nbytes))
+        return fits
 
     def _open(self, record: BoundaryRecord) -> asyncio.Future[None]:
         opening = asyncio.ensure_future(self.ledger.open(record))

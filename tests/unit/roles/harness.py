@@ -119,7 +119,8 @@ class Harness:
 
     def intents(self, request: Any) -> Intents:
         """What the role asks of the connector."""
-        found = request.sampling_params.extra_args["kv_transfer_params"][PARAMS]
+        given = (request.sampling_params.extra_args or {}).get("kv_transfer_params", {})
+        found = given.get(PARAMS, Intents())
         assert isinstance(found, Intents)
         return found
 

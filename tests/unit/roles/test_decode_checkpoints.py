@@ -208,6 +208,17 @@ async def test_without_room_the_answer_runs_and_is_not_kept() -> None:
     assert not h.ledger.records
 
 
+async def test_an_answer_does_not_wait_for_evictions_and_the_next_one_has_room() -> None:
+    h = await decode_beside(PrefillHarness(), store={"segment_bytes": 8_000}, checkpoint_bytes=8_000)
+    for number in range(60):
+        await answer(h, "", [number, *PROMPT])
+    assert 2 < len(h.checkpoints()) < 60, "some were not kept, and most of the old ones went for new ones"
+    assert any(
+        r.prefix_hash == prefix_hash([59, *PROMPT, *ANSWER[:-1]]) for r in h.checkpoints().values()
+    ) or any(r.prefix_hash == prefix_hash([58, *PROMPT, *ANSWER[:-1]]) for r in h.checkpoints().values())
+    assert h.role.publisher.budget.used == h.store.used <= 8_000
+
+
 async def test_a_lookup_needs_the_same_salt() -> None:
     prefill, _ = await prefilled()
     h = await decode_beside(prefill)
