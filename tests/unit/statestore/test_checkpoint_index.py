@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -212,7 +213,8 @@ async def _until(holds: Any) -> None:
     raise AssertionError("never happens")
 
 
-def test_a_look_up_of_32k_tokens_among_1000_checkpoints_takes_less_than_10_ms() -> None:
+def test_a_look_up_among_1000_checkpoints_hashes_a_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32K tokens, 1,000 lengths known: one pass over the prompt, not one a length. The time is printed, not judged."""
     long = [token % 50_000 for token in range(32_768)]
     index = CheckpointIndex(GEOMETRY)
     lengths = [32 * n for n in range(1, 1001)]
@@ -230,7 +232,30 @@ def test_a_look_up_of_32k_tokens_among_1000_checkpoints_takes_less_than_10_ms() 
         times.append(time.perf_counter() - began)
         assert found == (hit,)
     print(f"look-up: {1000 * min(times):.2f} ms at best, {1000 * sorted(times)[3]:.2f} ms in the middle")
-    assert min(times) < 0.010
+    hashed = 0
+    plain = hashlib.sha256
+
+    class Counting:
+        """SHA-256 that counts the bytes that it takes."""
+
+        def __init__(self, data: bytes = b"", inner: Any = None) -> None:
+            self._inner = plain() if inner is None else inner
+            self.update(data)
+
+        def update(self, data: Any) -> None:
+            nonlocal hashed
+            hashed += memoryview(data).nbytes
+            self._inner.update(data)
+
+        def copy(self) -> Counting:
+            return Counting(inner=self._inner.copy())
+
+        def hexdigest(self) -> str:
+            return str(self._inner.hexdigest())
+
+    monkeypatch.setattr(hashlib, "sha256", Counting)
+    assert index.lookup(long, "", len(long) - 1) == (hit,)
+    assert 4 * 32_000 <= hashed <= 4 * len(long) + 100
 
 
 @pytest.mark.parametrize("salt", ["", "tenant"])
