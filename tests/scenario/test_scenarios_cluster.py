@@ -79,7 +79,10 @@ def gauges(cluster: Cluster) -> dict[str, float]:
 
 
 def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = LEASE + 1.0) -> None:
-    """Wait until every gauge is at its baseline; a worker tells its load once a second."""
+    """Wait until every gauge is at its baseline, and still is when the workers have told their load again.
+
+    A worker tells it when its stream has been silent for a second.
+    """
     deadline = time.monotonic() + seconds
     while (now := gauges(cluster)) != baseline:
         off = {
@@ -87,6 +90,8 @@ def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = LEASE
         }
         assert time.monotonic() < deadline, f"not back at the baseline after {seconds:g} s (was, is): {off}"
         time.sleep(0.2)
+    time.sleep(1.5)
+    assert gauges(cluster) == baseline
 
 
 class Client:
@@ -227,11 +232,12 @@ def test_cancelled_at_six_points_everything_returns(real: Cluster) -> None:
 def test_control_the_gauges_see_a_living_request(real: Cluster) -> None:
     baseline = gauges(real)
     client = Client(real, prompt(300), 2000)
-    wait_until(lambda: client.chunks >= 2, 60, "it decodes")
-    time.sleep(1.5)  # the worker tells its load once a second
-    moved = {name for name, value in gauges(real).items() if value != baseline[name]}
-    assert {"flights", "records", "objects", "decode requests", "decode running", "decode kv_usage"} <= moved
-    client.go()
+    try:
+        wait_until(lambda: client.chunks >= 2, 60, "it decodes")
+        moved = {name for name, value in gauges(real).items() if value != baseline[name]}
+    finally:
+        client.go()
+    assert {"flights", "records", "objects", "decode requests", "decode outstanding_tokens"} <= moved
     back_to(real, baseline)
 
 
@@ -262,18 +268,24 @@ def test_a_decode_that_starts_after_its_boundary_has_been_swept(real: Cluster) -
     tokens = prompt(300)
     right = complete(real, tokens, "local", cache_salt=salt())["tokens"]
     seats = [Client(real, prompt(20), 3000) for _ in range(SEATS)]
-    wait_until(lambda: all(client.chunks for client in seats), 60, "the seats are taken")
-    before = {record.id for record in records(real)}
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(complete, real, tokens, cache_salt=salt())
-        wait_until(
-            lambda: any(r.state == "committed" and r.id not in before for r in records(real)), 30, "committed"
-        )
-        real.kill("prefill-1", hold=True)
-        wait_until(lambda: not records(real), 40, "the dead worker's records are swept")
+    try:
+        wait_until(lambda: all(client.chunks for client in seats), 60, "the seats are taken")
+        before = {record.id for record in records(real)}
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(complete, real, tokens, cache_salt=salt())
+            wait_until(
+                lambda: any(r.state == "committed" and r.id not in before for r in records(real)),
+                30,
+                "its boundary is committed",
+            )
+            real.kill("prefill-1", hold=True)
+            wait_until(lambda: not records(real), 40, "the dead worker's records are swept")
+            for client in seats:
+                client.go()
+            answer = waiting.result(60)
+    finally:
         for client in seats:
             client.go()
-        answer = waiting.result(60)
     assert answer["tokens"] == right
     assert answer["trace"]["from_store"] == 0
     assert answer["trace"]["failure"]
