@@ -95,6 +95,10 @@ class Answers:
         if "ended" in job.state or outcome.length < self._least:
             await self._drop(job, outcome)
             return
+        if not await self._publisher.has_room():
+            HANDOFF.failed("answer", "store_full")
+            await self._drop(job, outcome)
+            return
         try:
             links = self._publisher.links(publication, outcome, outcome.tokens)
             await self._publisher.commit(publication, links)

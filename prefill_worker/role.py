@@ -103,7 +103,7 @@ class PrefillRole(Role):
             packing.dcp,
             packing.interleave,
             base=publication.base,
-            checkpoint_tokens=self._spacing,
+            checkpoint_tokens=publication.spacing,
         )
         load = LoadIntent(publication.chain) if publication.chain else None
         request.sampling_params = _one_token(Intents(load, publish))

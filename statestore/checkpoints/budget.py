@@ -27,6 +27,7 @@ class Budget:
         """Bytes that this worker may have in the store, and of them in checkpoints."""
         self.capacity, self.checkpoint_limit = capacity, checkpoint_limit
         self._held: dict[str, int] = {}
+        self._promised: dict[str, int] = {}
         self._checkpoints: dict[str, BoundaryRecord] = {}
         self._checkpoint_bytes = 0
 
@@ -50,13 +51,15 @@ class Budget:
         """Bytes of everything."""
         return self.held_bytes + self._checkpoint_bytes
 
-    def hold(self, name: str, nbytes: int) -> None:
-        """Something takes bytes, or takes another number of them now."""
+    def hold(self, name: str, nbytes: int, kept: int = 0) -> None:
+        """Something takes bytes, or takes another number of them now; `kept` of them will be checkpoints."""
         self._held[name] = nbytes
+        self._promised[name] = kept
 
     def free(self, name: str) -> None:
         """It is gone."""
         self._held.pop(name, None)
+        self._promised.pop(name, None)
 
     def held(self, name: str) -> int:
         """Bytes that it takes."""
@@ -78,6 +81,7 @@ class Budget:
         """Whether so many bytes more are within the capacity."""
         return self.used + nbytes <= self.capacity
 
-    def excess(self, nbytes: int = 0) -> int:
-        """Bytes of checkpoints that have to go so that `nbytes` more fit, and so that the checkpoints' limit holds."""
-        return max(self._checkpoint_bytes - self.checkpoint_limit, self.used + nbytes - self.capacity, 0)
+    def excess(self, nbytes: int = 0, kept: int = 0) -> int:
+        """Bytes of checkpoints that have to go so that `nbytes` more fit, `kept` of them as checkpoints."""
+        over_limit = self._checkpoint_bytes + sum(self._promised.values()) + kept - self.checkpoint_limit
+        return max(over_limit, self.used + nbytes - self.capacity, 0)

@@ -97,12 +97,12 @@ class Keeper:
             return False
         return True
 
-    async def make_room(self, nbytes: int = 0) -> bool:
-        """Evict until `nbytes` more fit and the checkpoints are within their limit. Returns whether they fit."""
-        if self.budget.excess(nbytes) > 0:  # else nobody waits for an eviction that is under way
+    async def make_room(self, nbytes: int = 0, kept: int = 0) -> bool:
+        """Evict until `nbytes` more fit, `kept` of them within the checkpoints' limit. Returns whether they do."""
+        if self.budget.excess(nbytes, kept) > 0:  # else nobody waits for an eviction that is under way
             async with self._evicting:
-                await self._evict_while(lambda: self.budget.excess(nbytes) > 0)
-        return self.budget.fits(nbytes)
+                await self._evict_while(lambda: self.budget.excess(nbytes, kept) > 0)
+        return self.budget.excess(nbytes, kept) <= 0
 
     async def evict_some(self, nbytes: int) -> None:
         """Evict so many bytes of checkpoints, or all that can be, because the store has no room."""
@@ -120,11 +120,16 @@ class Keeper:
                 log.warning("checkpoint %s cannot be condemned now: %s", record.id, error)
 
     def _vanished(self, record: BoundaryRecord) -> None:
-        """A checkpoint is not visible any more; one of this worker's own, that it did not evict, is given back."""
+        """A checkpoint is not visible any more; one of this worker's own, that it did not evict, is given back.
+
+        Where it belonged to another worker, what it rested on may be evicted now.
+        """
         if record.id in self.budget.checkpoints and record.id not in self._going:
             self._going.add(record.id)
             keys = [entry.key for entry in record.objects()]
             self._background(self.give_back([record], keys, lambda: self._evicted(record)))
+        elif self.budget.excess() > 0:
+            self._background(self.make_room())
 
     async def _evict_while(self, needed: Callable[[], bool]) -> None:
         refused: set[str] = set()

@@ -59,6 +59,8 @@ class Publication:
     chain: Chain
     """What it rests on."""
     cache_salt: str
+    spacing: int
+    """Least distance of checkpoints on the way; 0: there will be none."""
     opening: asyncio.Future[None]
     began: float
     """Seconds, monotonic."""
@@ -74,6 +76,15 @@ class Publication:
     def base(self) -> int:
         """Where the first link begins."""
         return self.record.base
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What a publish may write: bytes in all, bytes of checkpoints among them, and the distance of checkpoints."""
+
+    nbytes: int
+    kept: int
+    spacing: int
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,9 @@ class Publisher:
     ) -> Publication | None:
         """Open a publish of the state after `tokens`, which rests on `chain`; None: there is no room for it.
 
-        `spacing`: least distance of checkpoints on the way. `answer`: the publish ends with the answer instead, of
-        about so many tokens, and what it publishes is a checkpoint; its prefix is known then.
+        `spacing`: least distance of checkpoints on the way; the publication may have wider ones, or none, where the
+        budget does not hold as many. `answer`: the publish ends with the answer instead, of about so many tokens, and
+        what it publishes is a checkpoint; its prefix is known then.
 
         A record that rests on something is open when this returns, so that nothing evicts it; else the opening goes on
         beside the compute. A parent that has been evicted meanwhile is done without.
@@ -128,19 +140,21 @@ class Publisher:
             chain = ()
         base = chain[-1].length if chain else 0
         end = len(tokens) + answer
-        checkpoints = min((end - base) // spacing, MAX_LINKS - 1) if spacing else 0
-        nbytes = publish_bytes(self.geometry, base, end, checkpoints)
-        if not await self._room_for(nbytes, wait=not answer):
+        room = self._room_for_answer(base, end) if answer else await self._room(base, end, spacing)
+        if room is None:
             log.warning(
-                "no room for %d bytes: %d of %d are in use, %d of them by checkpoints",
-                nbytes,
+                "no room for the tokens [%d, %d): %d of %d bytes are in use, %d of them by checkpoints",
+                base,
+                end,
                 self.budget.used,
                 self.budget.capacity,
                 self.budget.checkpoint_bytes,
             )
             return None
         epoch = Epoch(self.lease, next(self._counter))
-        self.budget.hold(str(epoch), nbytes)
+        self.budget.hold(str(epoch), room.nbytes, room.kept)
+        if answer:
+            self._background(self.keeper.make_room())
         model, prefix = self.geometry.model_digest, prefix_hash(tokens, cache_salt)
         record = BoundaryRecord(
             id=f"answer.{epoch}" if answer else boundary_id(model, prefix, epoch),
@@ -156,7 +170,7 @@ class Publisher:
             ranks=tuple(RankEntry(rank) for rank in range(self.geometry.tp)),
             base=base,
             parents=tuple(one.id for one in chain),
-            links=MAX_LINKS if spacing else 1,
+            links=MAX_LINKS if room.spacing else 1,
             reusable=bool(answer),
         )
         opening = self._open(record)
@@ -166,16 +180,31 @@ class Publisher:
                 self.index.remove(chain[-1].id)
                 chain, record = (), replace(record, base=0, parents=())
                 opening = self._open(record)
-        return Publication(record, chain, cache_salt, opening, time.monotonic())
+        return Publication(record, chain, cache_salt, room.spacing, opening, time.monotonic())
 
-    async def _room_for(self, nbytes: int, wait: bool) -> bool:
-        """Whether `nbytes` more fit. A request does not wait for evictions that only its answer's end needs."""
-        if wait:
-            return await self.keeper.make_room(nbytes)
-        fits = self.budget.fits(nbytes)
-        if not fits:
-            self._background(self.keeper.make_room(nbytes))
-        return fits
+    async def _room(self, base: int, end: int, spacing: int) -> _Room | None:
+        """Room for a boundary of the tokens [base, end) with checkpoints at this distance, wider ones, or none."""
+        while True:
+            links = min((end - base) // spacing, MAX_LINKS - 1) if spacing else 0
+            nbytes = publish_bytes(self.geometry, base, end, links)
+            kept = publish_bytes(self.geometry, base, end, links - 1) if links else 0
+            possible = kept <= self.budget.checkpoint_limit
+            if possible and await self.keeper.make_room(nbytes, kept):
+                return _Room(nbytes, kept, spacing)
+            if not links:
+                # Checkpoints beyond their limit, which others pin, are no reason to be without a boundary.
+                return _Room(nbytes, 0, 0) if self.budget.fits(nbytes) else None
+            spacing = 2 * spacing if 2 * spacing <= end - base else 0
+
+    def _room_for_answer(self, base: int, end: int) -> _Room | None:
+        """An answer takes its time: room that is not there yet is made meanwhile, and looked at again when it ends."""
+        nbytes = publish_bytes(self.geometry, base, end)
+        possible = self.budget.held_bytes + nbytes <= self.budget.capacity
+        return _Room(nbytes, nbytes, 0) if possible and nbytes <= self.budget.checkpoint_limit else None
+
+    async def has_room(self) -> bool:
+        """Whether all that is promised to be kept can be kept."""
+        return await self.keeper.make_room()
 
     def _open(self, record: BoundaryRecord) -> asyncio.Future[None]:
         opening = asyncio.ensure_future(self.ledger.open(record))

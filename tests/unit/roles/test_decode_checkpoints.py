@@ -208,15 +208,27 @@ async def test_without_room_the_answer_runs_and_is_not_kept() -> None:
     assert not h.ledger.records
 
 
-async def test_an_answer_does_not_wait_for_evictions_and_the_next_one_has_room() -> None:
-    h = await decode_beside(PrefillHarness(), store={"segment_bytes": 8_000}, checkpoint_bytes=8_000)
+async def test_a_full_budget_keeps_the_latest_answers() -> None:
+    h = await decode_beside(PrefillHarness(), checkpoint_bytes=8_000)
     for number in range(60):
         await answer(h, "", [number, *PROMPT])
-    assert 2 < len(h.checkpoints()) < 60, "some were not kept, and most of the old ones went for new ones"
-    assert any(
-        r.prefix_hash == prefix_hash([59, *PROMPT, *ANSWER[:-1]]) for r in h.checkpoints().values()
-    ) or any(r.prefix_hash == prefix_hash([58, *PROMPT, *ANSWER[:-1]]) for r in h.checkpoints().values())
+    kept = {r.prefix_hash for r in h.checkpoints().values()}
+    assert 2 < len(kept) < 40
+    last = [prefix_hash([number, *PROMPT, *ANSWER[:-1]]) for number in range(58, 60)]
+    assert set(last) <= kept
     assert h.role.publisher.budget.used == h.store.used <= 8_000
+
+
+async def test_an_answer_that_can_not_be_kept_within_the_limit_is_dropped() -> None:
+    h = await decode_beside(PrefillHarness())
+    j = job(Stream(), PROMPT)
+    request = await h.role.prepare(j)
+    h.role.publisher.budget.checkpoint_limit = 100
+    j.ended = True
+    h.role.on_written(j, h.outcome_of(request, [], [*PROMPT, 1, 2]))
+    await h.settle()
+    assert not h.ledger.records
+    assert not h.store.objects
 
 
 async def test_a_lookup_needs_the_same_salt() -> None:

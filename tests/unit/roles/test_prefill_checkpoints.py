@@ -273,31 +273,68 @@ async def test_a_full_budget_evicts_the_least_recently_used_leaves_first() -> No
     assert h.role.publisher.budget.used == h.store.used
 
 
+PROMISED = publish_bytes(geometry(), 0, LENGTH, LENGTH // 16 - 1)
+"""Bytes of checkpoints that one publish of PROMPT is reckoned to leave; here it writes 128 bytes a record."""
+
+
 async def test_checkpoints_stay_within_their_limit() -> None:
-    h = await joined(checkpoint_bytes=64 * 2 * 3)
+    limit = PROMISED + 64 * 2 * 3
+    h = await joined(checkpoint_bytes=limit)
     for number in range(6):
         _, _, message = await publish(h, [number, *PROMPT[1:]])
         await h.role.release([message.boundary])
-        assert h.role.publisher.budget.checkpoint_bytes <= 64 * 2 * 3
+        assert h.role.publisher.budget.checkpoint_bytes <= limit
         assert len(h.store.objects) == 2 * len(h.checkpoints())
-    assert 2 <= len(h.checkpoints()) <= 3
+    assert 2 <= len(h.checkpoints()) <= 5, "old ones went for new ones"
+    assert any(r.prefix_hash == prefix_hash([5, *PROMPT[1:64]]) for r in h.checkpoints().values())
 
 
-async def test_what_is_in_use_is_not_evicted() -> None:
-    h = await joined(checkpoint_bytes=0x40)
+@pytest.mark.parametrize(("share", "spacing"), [(1.0, 16), (0.7, 32), (0.45, 64), (0.2, 0), (0.0, 0)])
+async def test_a_small_limit_makes_checkpoints_fewer(share: float, spacing: int) -> None:
+    h = await joined(checkpoint_bytes=max(1, int(PROMISED * share)))
+    request = await h.role.prepare(job(Stream(), PROMPT, publish=pb.Publish()))
+    assert h.intent(request).checkpoint_tokens == spacing
+
+
+async def test_what_is_in_use_is_not_evicted_and_nothing_more_is_promised() -> None:
+    h = await joined()
     _, _, message = await publish(h)
-    assert len(h.checkpoints()) == 2, "over its limit, but a boundary rests on them"
+    h.role.publisher.budget.checkpoint_limit = PROMISED + 64
+    await h.role.publisher.keeper.make_room(0, PROMISED)
+    assert len(h.checkpoints()) == 2, "over what is wanted, but a boundary rests on them"
     assert len(await h.ledger.get_chain(message.boundary)) == 3
+    request = await h.role.prepare(job(Stream(), [9, *PROMPT], publish=pb.Publish()))
+    assert h.intent(request).checkpoint_tokens == 32, "fewer than there would be room for without them"
     await h.role.release([message.boundary])
+    h.role.publisher.budget.checkpoint_limit = 0
     await h.role.publisher.keeper.make_room()
     assert not h.checkpoints()
     assert not h.store.objects
-    assert not h.ledger.records
+
+
+async def test_what_others_rested_on_is_evicted_when_they_have_gone() -> None:
+    one = await joined(checkpoint_bytes=1 << 16)
+    _, _, message = await publish(one)
+    other = PrefillHarness(name="b", beside=one)
+    await other.join()
+    other.see()
+    _, _, theirs = await publish(other, [*PROMPT, *range(40)], (96,))
+    await one.role.release([message.boundary])
+    await other.role.release([theirs.boundary])
+    one.see()
+    one.role.publisher.budget.checkpoint_limit = 0
+    await one.role.publisher.keeper.make_room()
+    assert {r.owner for r in one.checkpoints().values()} == {"prefill-a", "prefill-b"}, "theirs rests on ours"
+    await other.role.publisher.keeper.evict_some(1 << 20)
+    one.see()
+    await one.settle()
+    assert not one.checkpoints()
+    assert not one.store.objects
 
 
 async def test_without_room_it_is_said_before_anything_is_computed() -> None:
     room = publish_bytes(geometry(), 0, LENGTH, LENGTH // 16)
-    h = await joined(store={"segment_bytes": room})
+    h = await joined(store={"segment_bytes": room}, checkpoint_bytes=room)
     streams = [Stream(), Stream()]
     first = job(streams[0], PROMPT, publish=pb.Publish())
     request = await h.role.prepare(first)
