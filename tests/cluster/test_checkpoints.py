@@ -158,7 +158,7 @@ def test_a_decode_worker_without_a_boundary_starts_from_a_checkpoint(cluster: Cl
 
 
 @pytest.mark.timeout(400)
-def test_a_store_that_lost_everything_is_computed_around_and_fills_again(
+def test_a_store_that_lost_everything_is_computed_around_and_written_anew(
     make_real_cluster: MakeCluster,
 ) -> None:
     """The master restarts without HA: every checkpoint's record is there, and none of its objects."""
@@ -181,10 +181,8 @@ def test_a_store_that_lost_everything_is_computed_around_and_fills_again(
         return bool(trace["failure"] == "" and trace["from_store"] + trace["local"] == len(prompt) - 1)
 
     wait_until(whole, 90, "handed over again, from what was written anew")
-    there = [record for record in checkpoints(cluster) if record.prefix_hash == lost[0].prefix_hash]
-    assert len(there) == 1
-    assert there[0].id != lost[0].id, "what is lost leaves the ledger, and is written anew"
-    wait_until(lambda: not records(cluster) and stored_objects(cluster) == 0, 15, "nothing else stays")
+    assert lost[0].id not in {record.id for record in checkpoints(cluster)}, "what is lost leaves the ledger"
+    wait_until(lambda: not records(cluster), 15, "nothing of a request stays")
 
 
 @pytest.mark.timeout(300)
