@@ -6,7 +6,8 @@ channels] (SD) or [channels, columns] (DS), channels = q | k | v parts of the ra
 [heads, V, K], then padding; an MLA layer has rows [blocks, 1, block_size, latent width]. Layers of different groups
 share memory: a block id means something only with its group. The objects' order is `statestore.reshard`'s.
 
-Staging is host memory. All work here is on whole tensors; the copies release the GIL.
+Staging is host memory. Caches in host memory are copied by `statestore.connector.host_copies`, those on a device by
+torch, on whole tensors; the copies release the GIL.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from statestore.connector.describe import split_groups
+from statestore.connector.host_copies import HostCopies
 from statestore.geometry import Geometry
 from statestore.reshard import head_bytes, locate, row_bytes
 
@@ -39,6 +41,10 @@ class CacheView:
                     f"cache of {name} has shape {tuple(rows.shape)}; "
                     f"expected blocks of {(geometry.block_size, geometry.latent_width)}"
                 )
+        self._host: HostCopies | None = None
+        if self._kda[0][1].device.type == "cpu":
+            pages = [(group, kv_caches[name].flatten(1).view(torch.uint8)) for name, group in kda.values()]
+            self._host = HostCopies(geometry, pages, self._mla)
 
     def _states(self, name: str, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolution and recurrent state of every block of a KDA layer, as views of its pages."""
@@ -69,21 +75,40 @@ class CacheView:
 
     # ---- KDA
 
-    def gather_heads(self, blocks: tuple[list[int], ...], out: Bytes) -> None:
-        """All heads of this rank, all KDA layers, from each group's running-state block into `out`."""
-        for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
-            self._head_views(out, self.geometry.heads_per_rank), self._kda, strict=True
-        ):
+    def gather_heads(
+        self,
+        blocks: tuple[list[int], ...],
+        out: Bytes,
+        first: int = 0,
+        heads: int | None = None,
+        layers: range | None = None,
+    ) -> None:
+        """Heads [first, first + heads) of this rank, by default all, from each group's state block into `out`.
+
+        `layers`: only these KDA layers, by their place in `geometry.kda_layers`; the rest of `out` stays as it is.
+        """
+        heads = self.geometry.heads_per_rank if heads is None else heads
+        layers = range(len(self._kda)) if layers is None else layers
+        if self._host is not None:
+            self._host.gather_heads(blocks, first, heads, layers, out)
+            return
+        mine = slice(first, first + heads)
+        views = self._head_views(out, heads)
+        for layer in layers:
+            (recurrent, conv), (group, conv_cache, recurrent_cache) = views[layer], self._kda[layer]
             block = blocks[group][0]
-            recurrent.copy_(recurrent_cache[block])
+            recurrent.copy_(recurrent_cache[block, mine])
             for part, source in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
-                part.copy_(source)
+                part.copy_(source[mine])
 
     def scatter_heads(self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes) -> None:
         """Heads [first, first + heads) of this rank from `source` into each group's running-state block.
 
         Speculative convolution columns are left as they are: they hold nothing before the first verified step.
         """
+        if self._host is not None:
+            self._host.scatter_heads(blocks, first, heads, source)
+            return
         mine = slice(first, first + heads)
         for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
             self._head_views(source, heads), self._kda, strict=True
@@ -125,6 +150,9 @@ class CacheView:
 
     def gather_rows(self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], out: Bytes) -> None:
         """Latent rows of `tokens` (all owned by this rank), all MLA layers, token by token into `out`."""
+        if self._host is not None:
+            self._host.gather_rows(self._places(blocks, tokens), out)
+            return
         views = self._row_views(out, len(tokens))
         for view, (group, cache) in zip(views, self._mla, strict=True):
             view.copy_(cache[self._index(blocks[group], tokens)])
@@ -133,6 +161,9 @@ class CacheView:
         self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], source: Bytes
     ) -> None:
         """Inverse of `gather_rows`."""
+        if self._host is not None:
+            self._host.scatter_rows(self._places(blocks, tokens), source)
+            return
         views = self._row_views(source, len(tokens))
         for view, (group, cache) in zip(views, self._mla, strict=True):
             cache[self._index(blocks[group], tokens)] = view.to(cache.device)
@@ -143,6 +174,15 @@ class CacheView:
         width = g.latent_row_bytes
         dtype = _torch_dtype(g.kv_cache_dtype) if self._mla[0][1].dtype != torch.uint8 else torch.uint8
         return [per_row[:, i * width : (i + 1) * width].view(dtype) for i in range(len(g.mla_layers))]
+
+    def _places(
+        self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64]
+    ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """(block id, row in it) of each token, one pair a layer; layers of one group share it."""
+        by_group = {
+            group: locate(self.geometry, tokens, blocks[group]) for group in {g for g, _ in self._mla}
+        }
+        return [by_group[group] for group, _ in self._mla]
 
     def _index(self, table: list[int], tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         ids, row = locate(self.geometry, tokens, table)

@@ -39,15 +39,42 @@ def view_of(caches: RankCaches, **seen: Any) -> CacheView:
     return CacheView(caches.caches, caches.config, dataclasses.replace(caches.geometry, **seen))
 
 
+def with_copies(view: CacheView, copies: str) -> CacheView:
+    """A view whose caches are in host memory, or one that copies as if they were on a device."""
+    assert view._host is not None
+    if copies == "device":
+        view._host = None
+    return view
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("copies", ["host", "device"])
+def test_some_heads_and_some_layers(layout: dict[str, Any], copies: str) -> None:
+    g = geometry(tp=4, dcp=2, interleave=8, head_v=4, **layout)
+    world = World.random(g, LENGTH)
+    caches = rank_caches(g)
+    tables = caches.tables(LENGTH)
+    caches.lay_out(world, 1, tables)
+    view = with_copies(view_of(caches), copies)
+    layers = len(g.kda_layers)
+    out = np.full(2 * head_bytes(g), 0xEE, np.uint8)
+    view.gather_heads(tables, out, 3, 2, range(1, layers))
+    whole = np.frombuffer(world.head(15) + world.head(16), np.uint8).reshape(2, layers, -1)
+    found = out.reshape(2, layers, -1)
+    assert (found[:, 1:] == whole[:, 1:]).all()
+    assert (found[:, 0] == 0xEE).all(), "what was not asked for stays"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("block_major", [False, True])
-def test_gather_is_the_objects_bytes(layout: dict[str, Any], block_major: bool) -> None:
+@pytest.mark.parametrize("copies", ["host", "device"])
+def test_gather_is_the_objects_bytes(layout: dict[str, Any], block_major: bool, copies: str) -> None:
     g = geometry(tp=4, dcp=2, interleave=8, head_v=4, **layout)
     world = World.random(g, LENGTH)
     caches = rank_caches(g, block_major)
     tables = caches.tables(LENGTH)
     caches.lay_out(world, 3, tables)
-    view = view_of(caches)
+    view = with_copies(view_of(caches), copies)
     heads = np.empty(g.heads_per_rank * head_bytes(g), np.uint8)
     view.gather_heads(tables, heads)
     assert heads.tobytes() == b"".join(world.head(head) for head in range(36, 48))
@@ -59,14 +86,17 @@ def test_gather_is_the_objects_bytes(layout: dict[str, Any], block_major: bool) 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("block_major", [False, True])
-def test_scatter_writes_the_state_and_nothing_else(layout: dict[str, Any], block_major: bool) -> None:
+@pytest.mark.parametrize("copies", ["host", "device"])
+def test_scatter_writes_the_state_and_nothing_else(
+    layout: dict[str, Any], block_major: bool, copies: str
+) -> None:
     """Padding, speculative columns, other blocks, the null block and other heads keep what they had."""
     g = geometry(tp=4, dcp=2, interleave=8, head_v=4, **layout)
     world = World.random(g, LENGTH)
     caches, expected = rank_caches(g, block_major), rank_caches(g, block_major)
     tables = caches.tables(LENGTH)
     expected.lay_out(world, 2, tables)
-    view = view_of(caches)
+    view = with_copies(view_of(caches), copies)
     # The head in the middle first, then both sides: runs of heads from different writers.
     for first, count in ((5, 1), (0, 5), (6, 6)):
         data = b"".join(world.head(24 + head) for head in range(first, first + count))
