@@ -80,7 +80,7 @@ class WorkerConfig(BaseModel):
     max_model_len: int = Field(16384, ge=2, description="longest prompt plus answer, tokens")
     max_num_seqs: int = Field(8, ge=1, description="requests that run at once")
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens of one engine step")
-    kv_cache_bytes: int = Field(512 << 20, gt=0, description="bytes of the KV and state cache, a rank")
+    kv_cache_bytes: int = Field(1 << 30, gt=0, description="bytes of the KV and state cache, a rank")
     prefix_match_unit: int = Field(16, ge=1, description="tokens; prefixes match in multiples of it")
     omp_threads: str = Field("", description="CPU cores a rank, vLLM's notation, e.g. 0|1; empty: all cores")
     verify: bool = Field(True, description="check every shard before use; off only for negative controls")
@@ -204,7 +204,7 @@ class ClusterConfig(BaseModel):
     max_model_len: int = Field(16384, ge=2, description="longest prompt plus answer, tokens")
     max_num_seqs: int = Field(8, ge=1, description="requests that one worker runs at once")
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens of one engine step")
-    kv_cache_bytes: int = Field(512 << 20, gt=0, description="bytes of the KV and state cache, a rank")
+    kv_cache_bytes: int = Field(1 << 30, gt=0, description="bytes of the KV and state cache, a rank")
     segment_bytes: int = Field(512 << 20, gt=0, description="bytes each worker lends to the store")
     omp_threads: str = Field(
         "",

@@ -186,12 +186,19 @@ class WorkerService(WorkerServicer):
         stream = RouterStream(f"s{next(self._names)}")
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, requests))
+        due = self._loop.time() + STATUS_SECONDS
         try:
             while not stream.closed:
+                left = due - self._loop.time()
+                if left <= 0:
+                    # Also while steps flow: they say nothing about what waits, or how full the cache is.
+                    due = self._loop.time() + STATUS_SECONDS
+                    yield pb.FromWorker(status=self._status())
+                    continue
                 try:
-                    message = await asyncio.wait_for(stream.queue.get(), STATUS_SECONDS)
+                    message = await asyncio.wait_for(stream.queue.get(), left)
                 except TimeoutError:
-                    message = pb.FromWorker(status=self._status())
+                    continue
                 if message is None:
                     break
                 yield message

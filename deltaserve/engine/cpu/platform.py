@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU platform for models that mix MLA with a recurrent state.
 
-vLLM 0.32 turns prefix caching and chunked prefill off for MLA on CPUs without AMX, forces blocks of 16 tokens, and
-aligns the block size of hybrid models only in the worker. All three are undone here: the first two because the MLA
-backend of this package reads cached context, the last because the scheduler, in another process, splits prefills by
-the block size and would see the wrong one.
+vLLM 0.32 turns prefix caching and chunked prefill off for MLA on CPUs without AMX, forces blocks of 16 tokens, aligns
+the block size of hybrid models only in the worker, and rounds the cache's bytes up to GiB. All of it is undone here:
+the first two because the MLA backend of this package reads cached context, the block size because the scheduler, in
+another process, splits prefills by it and would see the wrong one, the last so that memory is what was configured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ class HybridCpuPlatform(CpuPlatform):
         chunked, prefix = scheduler.enable_chunked_prefill, cache.enable_prefix_caching
         batched_tokens = scheduler.max_num_batched_tokens
         block_size = cache.block_size if cache.user_specified_block_size else None
+        cache_bytes = cache.kv_cache_memory_bytes
         super().check_and_update_config(vllm_config)
+        if cache_bytes is not None:
+            # The variable that keeps vLLM from taking a share of the machine counts in GiB, and would win.
+            cache.kv_cache_memory_bytes = cache_bytes
         model = vllm_config.model_config
         if model is None or not model.use_mla:
             return

@@ -15,6 +15,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
+from deltaserve.engine import service as service_module
 from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.engine.service import WorkerService
 from deltaserve.wire import codec
@@ -122,6 +123,24 @@ async def next_step(call: Any) -> pb.Step:
         message = await asyncio.wait_for(call.read(), 5)
         if message.WhichOneof("body") == "step":
             return message.step
+
+
+async def test_a_busy_worker_says_how_full_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "STATUS_SECONDS", 0.2)
+    async with rig() as r:
+        r.attach()
+        call = r.stub.Engine()
+        await call.write(add(1, [5]))
+        await r.added(1)
+        kinds = set()
+        for _ in range(40):  # a step every 20 ms: the stream is never silent for as long as a status waits
+            r.service.on_step(
+                [EngineCoreOutputs(outputs=[EngineCoreOutput(r.host.added[0].request_id, [7])])]
+            )
+            await asyncio.sleep(0.02)
+            kinds.add((await asyncio.wait_for(call.read(), 5)).WhichOneof("body"))
+        assert kinds == {"step", "status"}
+        call.cancel()
 
 
 async def test_calls_before_the_engine_is_ready_are_unavailable() -> None:

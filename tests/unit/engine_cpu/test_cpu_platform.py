@@ -25,6 +25,7 @@ def test_hybrid_models_keep_prefix_caching_and_chunked_prefill(
     form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms.cpu import CpuPlatform
 
@@ -46,8 +47,10 @@ def test_hybrid_models_keep_prefix_caching_and_chunked_prefill(
     state_bytes = 4 * (4 * 32 * 32 + 3 * 3 * 4 * 32)
     latent_bytes = 4 * (512 + 64)
     assert cache.block_size * latent_bytes >= state_bytes
-    # Control: vLLM's own CPU platform takes both away and leaves blocks of 16 tokens.
+    assert cache.kv_cache_memory_bytes == 64 << 20
+    # Control: vLLM's own CPU platform takes both away, leaves blocks of 16 tokens and counts in GiB.
     CpuPlatform.check_and_update_config(config)
+    assert cache.kv_cache_memory_bytes == 1 << 30
     assert (cache.enable_prefix_caching, scheduler.enable_chunked_prefill, cache.block_size) == (
         False,
         False,
