@@ -38,6 +38,8 @@ FOUND = ("flip", "truncate", "foreign", "null", "stale", "dtype")
 _TIMEOUT = 10.0
 
 _lock = threading.Lock()
+_whole = threading.Lock()
+"""One injection at a time: `stale` puts back what the load beside it may be replacing."""
 _earlier: dict[int, _Earlier] = {}
 _turns = cycle(FOUND)
 
@@ -61,7 +63,7 @@ def inject(kind: str, pool: Pool, record: BoundaryRecord, pieces: Sequence[Piece
         return replace(record, geometry=_other_dtype(record.geometry))
     first = next(piece for piece in pieces if piece.entry.group == "kda")
     entry = first.entry
-    with pool.staging(entry.nbytes, _TIMEOUT) as data:
+    with _whole, pool.staging(entry.nbytes, _TIMEOUT) as data:
         pool.get_into(entry.key, [data])
         before = _remember(entry, np.array(data))
         if kind in ("foreign", "stale", "swap"):

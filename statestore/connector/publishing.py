@@ -115,7 +115,8 @@ class Publisher:
         if plan.group == "kda" and not job.final:
             return self._pool.segment_name
         segments = job.segment.split(",")
-        return segments[self._rank % len(segments)]
+        # Asked for nothing, the store would take any segment, also one of a worker that may leave first.
+        return segments[self._rank % len(segments)] or self._pool.segment_name
 
     def _remove(self, keys: list[str]) -> list[str]:
         """Returns the keys that could not be removed."""

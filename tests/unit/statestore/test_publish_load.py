@@ -499,6 +499,20 @@ def test_where_a_checkpoint_goes() -> None:
         assert {entry.group: entry.segment for entry in report.objects} == {"kda": state, "mla": reader}
 
 
+def test_asked_for_no_segment_a_writer_keeps_its_objects() -> None:
+    """The store would take any: the end of an answer would lie with a worker that may leave before its owner."""
+    store = Store()
+    elder, writer = PoolDouble(store), PoolDouble(store)
+    handoff = Handoff(PAIRS["equal"], store=store)
+    handoff.pool = writer
+    assert {entry.segment for entry in handoff.publish_rank(1).objects} == {writer.segment_name}
+    writer.reserve("control", 100)
+    with elder.staging(100, 1.0) as data:
+        assert elder.put("unasked", [data]).segment == elder.segment_name, (
+            "the control: the first that there is"
+        )
+
+
 def test_objects_that_cannot_be_removed_are_named(handoff: Handoff, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publish failed, and so did the removal: whoever owns the epoch tries again."""
     (segment,) = handoff.store.room
