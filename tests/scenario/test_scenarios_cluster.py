@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios 4, 7, 10, 11 and 13 against real engines: two prefill workers of TP 1, a decode worker of TP 2 with DCP 2.
+"""Scenarios 4, 7 and 11 against real engines: two prefill workers of TP 1, a decode worker of TP 2 with DCP 2.
 
 The decode worker's heads and rows lie otherwise than the prefill worker's, so every handover here is scenario 7's. What
 the engines' in-process double shows in bits is shown here in tokens and log-probs of the demonstration model.
@@ -239,54 +239,3 @@ def test_control_the_gauges_see_a_living_request(real: Cluster) -> None:
         client.go()
     assert {"flights", "records", "objects", "decode requests", "decode outstanding_tokens"} <= moved
     back_to(real, baseline)
-
-
-# ---- 13, which leaves one prefill worker, and 10, which leaves none
-
-
-def test_a_prefill_worker_killed_mid_publish(real: Cluster) -> None:
-    tokens = prompt(LONG)
-    right = complete(real, tokens, "local", cache_salt=salt())["tokens"]
-    with ThreadPoolExecutor(4) as threads:
-        asked = [threads.submit(complete, real, tokens, cache_salt=salt()) for _ in range(4)]
-        wait_until(
-            lambda: any(record.state == "pending" for record in records(real)), 30, "a publish is open"
-        )
-        real.kill("prefill-0", hold=True)
-        answers = [each.result(120) for each in asked]
-    assert all(answer["tokens"] == right for answer in answers)
-    assert any(answer["trace"]["route"].startswith("local prefill_failed") for answer in answers)
-    # An object that was being written can be removed when the store has given its writer up, after 30 s.
-    wait_until(lambda: not records(real), 90, "what it left is swept")
-    wait_until(lambda: stored_objects(real) == 0, 20, "its objects too")
-    assert complete(real, prompt(300), cache_salt=salt())["trace"]["from_store"] == 299, (
-        "the other one serves"
-    )
-
-
-def test_a_decode_that_starts_after_its_boundary_has_been_swept(real: Cluster) -> None:
-    """All seats are taken for longer than the lease of a publisher that has died."""
-    tokens = prompt(300)
-    right = complete(real, tokens, "local", cache_salt=salt())["tokens"]
-    seats = [Client(real, prompt(20), 3000) for _ in range(SEATS)]
-    try:
-        wait_until(lambda: all(client.chunks for client in seats), 60, "the seats are taken")
-        before = {record.id for record in records(real)}
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(complete, real, tokens, cache_salt=salt())
-            wait_until(
-                lambda: any(r.state == "committed" and r.id not in before for r in records(real)),
-                30,
-                "its boundary is committed",
-            )
-            real.kill("prefill-1", hold=True)
-            wait_until(lambda: not records(real), 60, "the dead worker's records are swept")
-            for client in seats:
-                client.go()
-            answer = waiting.result(60)
-    finally:
-        for client in seats:
-            client.go()
-    assert answer["tokens"] == right
-    assert answer["trace"]["from_store"] == 0
-    assert answer["trace"]["failure"]
