@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from statestore.connector import checks, publishing
+from statestore.connector import proofs, publishing
 from tests.doubles.toy_model import KDA_LAYERS
 from tests.scenario.stack import Ask, Stack, failures, running
 
@@ -82,7 +82,7 @@ async def test_a_null_state_in_the_store_is_not_used() -> None:
 
 
 async def test_control_without_the_look_at_states(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "first_null", lambda parts: None)
+    monkeypatch.setattr(proofs, "first_null", lambda parts: None)
     stack.prefill.tamper = zero_state_of(stack, rank=3)
     ask = await published(stack)
     assert stack.trace(ask)["from_store"] == 69
