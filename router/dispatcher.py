@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import count
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -190,16 +190,13 @@ class Dispatcher:
     # ---- placing
 
     def _place(self, flight: Flight) -> None:
-        first = least_outstanding(self.roster.ready("decode"), flight.failed_workers)
+        decodes = self._decodes(flight.failed_workers)
+        first = least_outstanding(decodes)
         if first is None:
             self._wait(flight)
             return
         digest = first.description.model_digest
-        decodes = [
-            worker
-            for worker in self.roster.ready("decode")
-            if worker.description.model_digest == digest and worker.worker_id not in flight.failed_workers
-        ]
+        decodes = [worker for worker in decodes if worker.description.model_digest == digest]
         facts = Facts(flight.prompt_tokens, flight.prompt_logprobs, flight.placement)
         failed = flight.local_reason if flight.local_reason in HANDOVER_FAILED else ""
         reason = failed or local_reason(facts) or ""
@@ -221,6 +218,10 @@ class Dispatcher:
             flight.local_reason = reason
             flight.trace.why = choice.why
         self._decode(flight, choice.decode)
+
+    def _decodes(self, excluded: Collection[str]) -> list[WorkerLink]:
+        """Decode workers that take requests and are not excluded."""
+        return [worker for worker in self.roster.ready("decode") if worker.worker_id not in excluded]
 
     def _wait(self, flight: Flight) -> None:
         """Keep a request that no decode worker can take now, for at most `worker_wait` seconds."""
@@ -461,7 +462,7 @@ class Dispatcher:
     def _decode_refused(self, flight: Flight, link: WorkerLink) -> None:
         self._leave(flight)
         flight.failed_workers.add(link.worker_id)
-        if least_outstanding(self.roster.ready("decode"), flight.failed_workers) is None:
+        if not self._decodes(flight.failed_workers):
             self._fail(flight, "decode_refused", f"{link.worker_id} refused the request")
         else:
             self._decode_lost(flight, link, "the worker refused the request")
@@ -529,7 +530,7 @@ class Dispatcher:
             if silent <= (next_one if flight.leg_output else first):
                 continue
             others = flight.failed_workers | {link.worker_id}
-            if least_outstanding(self.roster.ready("decode"), others) is None:
+            if not self._decodes(others):
                 continue  # nobody could do better; it may only be slow
             self._abort_leg(flight)
             self._decode_lost(flight, link, f"no token for {silent:.1f} s", "decode_late")
