@@ -244,21 +244,26 @@ class MasterService:
         return StoreConfig.model_validate({**values, **changes})
 
 
+def _master_command(port: int) -> list[str]:
+    """A master; clients that are silent for 5 s are dead."""
+    return [
+        _find("mooncake_master"),
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={port}",
+        "--metrics_host=127.0.0.1",
+        f"--metrics_port={free_port()}",
+        "--default_kv_lease_ttl=1000",
+        "--client_ttl=5",
+        "--logtostderr",
+    ]
+
+
 @contextlib.contextmanager
 def mooncake_master() -> Iterator[MasterService]:
     """One master; clients that are silent for 5 s are dead."""
 
     def command(port: int, folder: Path) -> list[str]:
-        return [
-            _find("mooncake_master"),
-            "--rpc_address=127.0.0.1",
-            f"--rpc_port={port}",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={free_port()}",
-            "--default_kv_lease_ttl=1000",
-            "--client_ttl=5",
-            "--logtostderr",
-        ]
+        return _master_command(port)
 
     with _service("master", command) as service:
         yield MasterService(service)
@@ -270,14 +275,7 @@ def mooncake_ha(etcd_endpoint: str, cluster_id: str, size: int = 2) -> Iterator[
 
     def command(port: int, folder: Path) -> list[str]:
         return [
-            _find("mooncake_master"),
-            "--rpc_address=127.0.0.1",
-            f"--rpc_port={port}",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={free_port()}",
-            "--default_kv_lease_ttl=1000",
-            "--client_ttl=5",
-            "--logtostderr",
+            *_master_command(port),
             "--enable_ha=true",
             "--ha_backend_type=etcd",
             f"--ha_backend_connstring={etcd_endpoint}",
