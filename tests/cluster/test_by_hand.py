@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             process.kill()
-    wait_until(lambda: not marked(mark), 10, "every process of the test has ended")
+    wait_until(lambda: not marked(mark), 30, "every process of the test has ended")
 
 
 def _ready(log: Path, timeout: float) -> str:

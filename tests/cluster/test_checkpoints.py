@@ -72,7 +72,7 @@ def conversation() -> tuple[list[list[int]], list[Answer]]:
 def wait_kept(cluster: Cluster, prompt: list[int]) -> None:
     """Until the end of the answer to a prompt is a checkpoint; its last token was sampled and not computed."""
     length = len(prompt) + ANSWER - 1
-    wait_until(lambda: any(r.length == length for r in checkpoints(cluster)), 10, "the answer's end is kept")
+    wait_until(lambda: any(r.length == length for r in checkpoints(cluster)), 30, "the answer's end is kept")
 
 
 @pytest.mark.timeout(600)
@@ -182,7 +182,7 @@ def test_a_store_that_lost_everything_is_computed_around_and_written_anew(
 
     wait_until(whole, 90, "handed over again, from what was written anew")
     assert lost[0].id not in {record.id for record in checkpoints(cluster)}, "what is lost leaves the ledger"
-    wait_until(lambda: not records(cluster), 15, "nothing of a request stays")
+    wait_until(lambda: not records(cluster), 30, "nothing of a request stays")
 
 
 @pytest.mark.timeout(300)
@@ -195,9 +195,9 @@ def test_a_small_budget_is_kept_and_nothing_stays_beyond_it(
     )
     for number in range(5):
         say(cluster, list(PromptMaker(DEMO).make(1100, number).tokens), cache_salt=f"budget {number}")
-    wait_until(lambda: sum(r.nbytes for r in checkpoints(cluster)) <= limit, 10, "within the budget")
+    wait_until(lambda: sum(r.nbytes for r in checkpoints(cluster)) <= limit, 30, "within the budget")
     assert checkpoints(cluster), "and not empty"
-    wait_until(lambda: not records(cluster) and stored_objects(cluster) == 0, 15, "nothing else stays")
+    wait_until(lambda: not records(cluster) and stored_objects(cluster) == 0, 30, "nothing else stays")
     listed = subprocess.run(
         [
             sys.executable,

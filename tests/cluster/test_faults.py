@@ -21,6 +21,7 @@ from deltaserve.up import Cluster
 from deltaserve.verify.prompts import PromptMaker
 from tests.cluster.calls import call, complete, metric, records, stored_objects
 from tests.support.cluster import DEMO, cluster_config
+from tests.support.patience import HUNG
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -140,7 +141,7 @@ def test_prefill_worker_hangs(faulty: Cluster, right: dict[int, list[int]]) -> N
     try:
         began = time.monotonic()
         answer = ask(faulty)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < HUNG
         assert answer["tokens"] == right[len(PROMPT)]
         assert answer["trace"]["route"].startswith("local")
     finally:
@@ -175,7 +176,7 @@ def test_mooncake_master_killed_in_service(faulty: Cluster, right: dict[int, lis
         answer = ask(faulty)
         assert answer["tokens"] == right[len(PROMPT)]
         assert answer["trace"]["from_store"] == 0
-        assert time.monotonic() - began < 60, "every wait has a deadline"
+        assert time.monotonic() - began < HUNG, "every wait has a deadline"
         assert locals_counted(faulty) + metric(faulty, "deltaserve_router_load_failures_total") > before
         stream.end()
         assert (stream.error, stream.reason) == (None, "length")
@@ -183,7 +184,7 @@ def test_mooncake_master_killed_in_service(faulty: Cluster, right: dict[int, lis
         faulty.restart("master")
     faulty.wait_ready("master", 30)
     wait_healed(faulty)
-    wait_until(lambda: stored_objects(faulty) == 0, 15, "the store is empty")
+    wait_until(lambda: stored_objects(faulty) == 0, 30, "the store is empty")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 40}}, "required": ["a"]}
@@ -204,7 +205,7 @@ def test_without_a_decode_worker_503_and_streams_go_on_when_it_is_back(faulty: C
     try:
         before = [stream.pieces for stream in streams]
         assert any(seen < whole.pieces for seen, whole in zip(before, wholes, strict=True)), "killed too late"
-        wait_until(lambda: call(faulty.endpoint + "/health")[0] == 503, 15, "health says 503")
+        wait_until(lambda: call(faulty.endpoint + "/health")[0] == 503, 30, "health says 503")
         body = {"model": faulty.served_model_name, "prompt": PROMPT, "max_tokens": 2}
         status, document = call(faulty.endpoint + "/v1/completions", body)
         assert (status, "decode" in document["error"]["message"]) == (503, True)
@@ -226,7 +227,7 @@ def test_router_killed_gives_back_its_boundaries(faulty: Cluster) -> None:
     faulty.kill("router")
     stream.end(30)
     assert stream.error is not None
-    wait_until(lambda: not records(faulty), 15, "its boundary is released without it")
+    wait_until(lambda: not records(faulty), 30, "its boundary is released without it")
     faulty.wait_ready("router", 120, after_start=starts)
     wait_healed(faulty)
-    wait_until(lambda: stored_objects(faulty) == 0, 15, "the store is empty")
+    wait_until(lambda: stored_objects(faulty) == 0, 30, "the store is empty")

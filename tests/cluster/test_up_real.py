@@ -18,6 +18,7 @@ import pytest
 
 from tests.cluster.calls import call
 from tests.support.cluster import DEMO
+from tests.support.patience import HUNG
 from tests.support.processes import MARK, marked, new_mark, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -94,7 +95,8 @@ def test_one_command_serves_within_its_memory_and_leaves_nothing(tmp_path: Path)
         code = up.wait(timeout=30)
         took = time.monotonic() - began
     assert code == 0, output.read_text()
-    assert took < 10
+    print(f"Ctrl-C to the last process's end: {took:.1f} s")
+    assert took < HUNG
     assert not marked(mark)
     assert not list(temporary.iterdir())
 

@@ -183,7 +183,7 @@ class EngineDouble:
     def stop(self) -> None:
         """End the thread and the connectors."""
         self._inbox.put(None)
-        self._thread.join(10)
+        self._thread.join(30)
         for connector in self.connectors:
             connector.shutdown()
 

@@ -57,7 +57,7 @@ async def committed(stack: Stack) -> Ask:
     """A request whose boundary is in the store and has not been read yet; the decode worker is held."""
     stack.decode.engine.hold()
     ask = stack.ask(stack.prompt(LENGTH))
-    await until(lambda: stack.decode.service.job_count == 1, 20)
+    await until(lambda: stack.decode.service.job_count == 1, 30)
     return ask
 
 

@@ -409,7 +409,7 @@ class Stack:
         """Their clients have gone."""
         self.dispatcher.abort([ask.name for ask in asks])
 
-    async def back_to(self, baseline: dict[str, int], seconds: float = LEASE + 1.0) -> None:
+    async def back_to(self, baseline: dict[str, int], seconds: float = SECONDS) -> None:
         """Wait until every gauge is at its baseline. Raises AssertionError naming those that are not."""
         with contextlib.suppress(TimeoutError):
             await until(lambda: self.gauges() == baseline, seconds)

@@ -92,7 +92,7 @@ async def killed_while_it_writes(stack: Stack) -> None:
 
 async def test_with_that_rank_killed_nothing_is_visible_and_everything_is_swept(small: Stack) -> None:
     await killed_while_it_writes(small)
-    await until(lambda: not small.records and not small.store.objects, 3)
+    await until(lambda: not small.records and not small.store.objects, 30)
 
 
 async def test_control_without_a_sweeper(small: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class LateReads:
                 # Another request has just read: the moment in which a late write would hurt most.
                 late.let_go_by_the_next = False
                 late.barrier.open()
-                assert late.wrote.wait(5)
+                assert late.wrote.wait(30)
 
         monkeypatch.setattr(PoolDouble, "get_into", reading)
 

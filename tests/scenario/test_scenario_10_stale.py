@@ -31,7 +31,7 @@ async def queued_for_too_long(stack: Stack) -> tuple[Ask, dict[str, Stored]]:
     objects = dict(stack.store.objects)
     assert objects
     await stack.prefill.kill()
-    await until(lambda: not stack.records and not stack.store.objects, 3)
+    await until(lambda: not stack.records and not stack.store.objects, 30)
     return ask, objects
 
 

@@ -38,7 +38,7 @@ async def test_the_request_is_answered_and_the_rest_swept(stack: Stack, operatio
     await stack.end(ask)
     assert stack.is_right(ask)
     assert stack.trace(ask)["route"].startswith("local prefill_failed")
-    await until(lambda: not stack.records and not stack.store.objects, 3)
+    await until(lambda: not stack.records and not stack.store.objects, 30)
 
 
 async def test_another_prefill_worker_serves_the_next(stack: Stack) -> None:

@@ -177,7 +177,7 @@ async def test_the_death_of_an_owner_takes_its_chains_along(keeping: Stack) -> N
     await add(keeping, "prefill", tp=4)
     await owner.kill()
     keeping.workers.remove(owner)
-    await until(lambda: not any(record.owner == owner.worker_id for record in ledger(keeping)), 20)
+    await until(lambda: not any(record.owner == owner.worker_id for record in ledger(keeping)), 30)
     turn = [*prompt, *first.tokens, *keeping.prompt(10)]
     ask = await keeping.run(turn, 6)
     assert keeping.is_right(ask)

@@ -39,7 +39,7 @@ async def test_a_restart_without_ha(own_master: services.MasterService) -> None:
             assert not await handed_over(stack)
         await asyncio.to_thread(own_master.service.start)
         await heals(stack, 40)
-        await until(lambda: not stack.records, 20)
+        await until(lambda: not stack.records, 30)
 
 
 def test_a_leader_dies_with_ha() -> None:

@@ -22,6 +22,7 @@ from deltaserve.up import Cluster
 from deltaserve.verify.prompts import PromptMaker
 from tests.cluster.calls import call, complete, metric, records, stored_objects
 from tests.support.cluster import DEMO, cluster_config
+from tests.support.patience import HUNG
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -31,7 +32,6 @@ TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats: tensor-parallel sums are taken in another order."""
 SEATS = 4
 """Requests that a worker runs at once."""
-LEASE = 5.0
 
 
 def prompt(length: int) -> list[int]:
@@ -78,7 +78,13 @@ def gauges(cluster: Cluster) -> dict[str, float]:
     return found
 
 
-def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = LEASE + 1.0) -> None:
+def idle(cluster: Cluster) -> dict[str, float]:
+    """The gauges when no request is anywhere: workers tell that the last one has ended after its client knows."""
+    wait_until(lambda: not any(gauges(cluster).values()), HUNG, "an idle cluster")
+    return gauges(cluster)
+
+
+def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = HUNG) -> None:
     """Wait until every gauge is at its baseline, and still is when the workers have told their load again.
 
     A worker tells it when its stream has been silent for a second.
@@ -133,7 +139,7 @@ class Client:
         """Close the connection."""
         if self._connection.sock is not None:
             self._connection.sock.shutdown(2)
-        self._thread.join(10)
+        self._thread.join(30)
         self._connection.close()
 
 
@@ -216,7 +222,7 @@ POINTS: list[Callable[[Cluster], list[Client]]] = [
 
 
 def test_cancelled_at_six_points_everything_returns(real: Cluster) -> None:
-    baseline = gauges(real)
+    baseline = idle(real)
     right = complete(real, prompt(300), "local", cache_salt=salt())["tokens"]
     cancelled = 0
     for point in POINTS:
@@ -230,7 +236,7 @@ def test_cancelled_at_six_points_everything_returns(real: Cluster) -> None:
 
 
 def test_control_the_gauges_see_a_living_request(real: Cluster) -> None:
-    baseline = gauges(real)
+    baseline = idle(real)
     client = Client(real, prompt(300), 2000)
     try:
         wait_until(lambda: client.chunks >= 2, 60, "it decodes")

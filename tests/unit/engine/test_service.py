@@ -103,7 +103,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(250):
+    for _ in range(1500):
         if condition():
             return
         await asyncio.sleep(0.02)
@@ -120,7 +120,7 @@ def add(leg: int, prompt: list[int]) -> pb.ToWorker:
 async def next_step(call: Any) -> pb.Step:
     """The next step; status messages are passed over."""
     while True:
-        message = await asyncio.wait_for(call.read(), 5)
+        message = await asyncio.wait_for(call.read(), 30)
         if message.WhichOneof("body") == "step":
             return message.step
 
@@ -138,7 +138,7 @@ async def test_a_busy_worker_says_how_full_it_is(monkeypatch: pytest.MonkeyPatch
                 [EngineCoreOutputs(outputs=[EngineCoreOutput(r.host.added[0].request_id, [7])])]
             )
             await asyncio.sleep(0.02)
-            kinds.add((await asyncio.wait_for(call.read(), 5)).WhichOneof("body"))
+            kinds.add((await asyncio.wait_for(call.read(), 30)).WhichOneof("body"))
         assert kinds == {"step", "status"}
         call.cancel()
 

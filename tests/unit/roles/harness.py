@@ -71,7 +71,7 @@ class Stream:
         """The first message not yet taken."""
         while not self.sent:
             self.arrived.clear()
-            await asyncio.wait_for(self.arrived.wait(), 5)
+            await asyncio.wait_for(self.arrived.wait(), 30)
         return self.sent.pop(0)
 
 

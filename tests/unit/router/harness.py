@@ -21,7 +21,7 @@ from tests.doubles.static_membership import StaticMembership
 from tests.doubles.worker import WorkerDouble
 
 _names = itertools.count(1)
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 class Cluster:

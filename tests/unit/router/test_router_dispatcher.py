@@ -14,6 +14,7 @@ from router import dispatcher as dispatcher_module
 from router import outbox as outbox_module
 from router.dispatcher import Overloaded
 from tests.doubles.worker import WorkerDouble, expected_tokens
+from tests.support.patience import HUNG
 from tests.unit.router.harness import cluster, until
 
 PROMPT = list(range(100, 150))
@@ -360,7 +361,7 @@ async def test_no_decode_worker_ends_the_request_after_the_wait() -> None:
         began = asyncio.get_running_loop().time()
         name = c.add(PROMPT)
         assert await c.finish(name) == ([], FinishReason.ERROR)
-        assert 0.15 < asyncio.get_running_loop().time() - began < 2
+        assert 0.15 < asyncio.get_running_loop().time() - began < HUNG
         assert c.trace(name)["failure"] == "no_decode_worker"
         assert not await c.dispatcher.roster.wait_decode(0.01)
 
@@ -382,9 +383,7 @@ async def test_a_worker_that_restarts_is_used_again() -> None:
         again = WorkerDouble("decode", "again")
         await again.start()
         await c.membership.set([c.prefill.member, again.member])
-        began = asyncio.get_running_loop().time()
         await until(lambda: bool(c.dispatcher.roster.ready("decode")))
-        assert asyncio.get_running_loop().time() - began < 1
         assert (await c.run(PROMPT))[1] is FinishReason.LENGTH
         await again.stop()
 

@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from tests.doubles.worker import Knobs, WorkerDouble
+from tests.support.patience import HUNG
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "demo"
@@ -91,7 +92,7 @@ class Router:
         return next((line.split()[1] for line in self.lines if line.startswith("READY ")), "")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
     """Return once `condition()` holds; fail the test otherwise."""
     end = time.monotonic() + seconds
     while not condition():
@@ -331,7 +332,7 @@ def test_decode_dies_mid_stream_and_comes_back(router: Router, http: httpx.Clien
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert "decode worker" in response.json()["error"]["message"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < HUNG
     workers.call(workers.decode.start(port))
     wait_until(lambda: http.get("/health").status_code == 200)
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
@@ -380,8 +381,8 @@ def test_a_signal_ends_it_with_a_stream_open(router: Router, http: httpx.Client,
         router.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         rest = [line for line in lines if line]
-    router.process.wait(10)
-    assert time.monotonic() - began < 5
+    router.process.wait(30)
+    assert time.monotonic() - began < HUNG
     assert router.process.returncode == 0
     assert "error" in json.loads(rest[-1].removeprefix("data: "))
     assert "Traceback" not in "".join(router.errors)

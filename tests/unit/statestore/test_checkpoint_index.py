@@ -206,7 +206,7 @@ async def test_it_follows_through_compaction_and_an_absence(own_etcd: services.E
 
 
 async def _until(holds: Any) -> None:
-    for _ in range(1500):
+    for _ in range(3000):
         if holds():
             return
         await asyncio.sleep(0.01)

@@ -307,7 +307,7 @@ async def test_the_watch_shows_committed_checkpoints_only(world: World) -> None:
 
 
 async def _until(watch: Any, holds: Callable[[dict[str, BoundaryRecord]], bool]) -> dict[str, BoundaryRecord]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             seen: dict[str, BoundaryRecord] = await anext(watch)
             if holds(seen):

@@ -22,6 +22,7 @@ from deltaserve.membership import Member
 from statestore.boundary import BoundaryRecord, Epoch
 from statestore.etcd_ledger import EtcdLedger
 from tests.support import services
+from tests.support.patience import HUNG
 from tests.support.pki import make_certificates
 from tests.support.records import MODEL, committed, pending
 
@@ -161,7 +162,7 @@ async def test_strangers_are_refused_at_once(
 ) -> None:
     began = time.monotonic()
     await refused(locked.config(PREFIX, **changes), EtcdDenied)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < HUNG
 
 
 async def test_tokens_that_a_restart_has_made_void(locked: services.EtcdService) -> None:
@@ -251,7 +252,7 @@ async def test_a_watch_outlives_its_member_and_a_compaction(members: list[servic
                 seen.update(state.items)
 
     async def shows(key: str) -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             while f"{config.prefix}/w/{key}" not in seen:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
@@ -285,10 +286,10 @@ async def test_no_majority_is_an_error_in_time_and_heals(members: list[services.
             began = time.monotonic()
             with pytest.raises(EtcdUnavailable):
                 await publish(ledger, lease)
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < HUNG
             for member in members[1:]:
                 member.service.resume()
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(30):
                 while True:
                     try:
                         await publish(ledger, lease)

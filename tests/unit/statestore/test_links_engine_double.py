@@ -251,7 +251,7 @@ class Gate:
     def __call__(self, operation: str, key: str) -> None:
         if operation == "staging" and key == self._segment:
             self.held.set()
-            assert self._open.wait(20)
+            assert self._open.wait(30)
 
     def open(self) -> None:
         self._open.set()
@@ -259,7 +259,7 @@ class Gate:
 
 def two_steps(worker: Worker, gate: Gate) -> None:
     """Wait until the engine, which holds after two steps, has made them, and a rank is held."""
-    assert gate.held.wait(20)
+    assert gate.held.wait(30)
     deadline = time.monotonic() + 20
     while worker.engine.steps < 2:
         assert time.monotonic() < deadline

@@ -16,6 +16,7 @@ import pytest
 
 from deltaserve.up import Cluster, ClusterError
 from deltaserve.up.process import Child
+from tests.support.patience import HUNG
 from tests.support.processes import marked, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -54,7 +55,7 @@ def test_start_serves_and_stop_leaves_nothing(
     assert list(temporary.iterdir())
     began = time.monotonic()
     cluster.stop()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < HUNG
     assert not marked(mark)
     assert not any(_listens(address) for address in addresses)
     assert not list(temporary.iterdir())
@@ -83,7 +84,7 @@ def test_a_process_that_ignores_sigterm_is_killed_in_time(
     cluster.start()
     began = time.monotonic()
     cluster.stop()
-    assert 1.0 <= time.monotonic() - began < 10
+    assert 1.0 <= time.monotonic() - began < HUNG
     assert not marked(mark)
 
 
@@ -149,7 +150,7 @@ def test_a_process_is_given_up_after_so_many_restarts(make_cluster: Make, tmp_pa
     os.kill(cluster.pids["decode-0"], signal.SIGKILL)
     cluster.wait_ready("decode-0", timeout=15, after_start=1)
     os.kill(cluster.pids["decode-0"], signal.SIGKILL)
-    wait_until(lambda: cluster.statuses["decode-0"].state == "failed", 10, "given up")
+    wait_until(lambda: cluster.statuses["decode-0"].state == "failed", 30, "given up")
     assert cluster.statuses["decode-0"].stage == "given up after 1 restarts: killed by SIGKILL"
     assert cluster.statuses["router"].state == "ready"
     cluster.restart("decode-0")

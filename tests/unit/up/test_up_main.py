@@ -42,7 +42,7 @@ class Running:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, words: str, timeout: float = 20) -> None:
+    def wait_for(self, words: str, timeout: float = 30) -> None:
         wait_until(lambda: words in self.text or self.process.poll() is not None, timeout, words)
         assert words in self.text, self.text
 
@@ -112,7 +112,7 @@ def test_nothing_outlives_a_killed_supervisor(up: Up, mark: str, tmp_path: Path)
     assert len(marked(mark)) > 8
     running.process.kill()
     running.process.wait(timeout=5)
-    wait_until(lambda: not marked(mark), 10, "no process left")
+    wait_until(lambda: not marked(mark), 30, "no process left")
     assert not list((tmp_path / "temporary").iterdir())
 
 
@@ -150,12 +150,12 @@ def test_a_terminal_gets_a_live_table_and_its_ctrl_c_ends_everything(
                 output.extend(os.read(terminal, 1 << 16))
             return words in output
 
-        wait_until(lambda: shows(b"curl -s"), 20, "the curl line")
+        wait_until(lambda: shows(b"curl -s"), 30, "the curl line")
         assert b"deltaserve: starting" in output
         assert b"decode-0" in output
         assert b"[  0." not in output  # no plain lines
         os.write(terminal, b"\x03")
-        wait_until(lambda: shows(b"stopped"), 10, "stopped")
+        wait_until(lambda: shows(b"stopped"), 30, "stopped")
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == 0
     finally:
