@@ -19,6 +19,8 @@ Crash path:
     a boundary is committed after its request has gone                              released at once
     prefill worker lost after it published                  nothing to release: the worker or the sweeper removes it
 
+What goes wrong is handled in recovery.py; what a request holds is taken and given back in books.py.
+
 Decisions. Everything here runs on the event loop and never awaits: a request is a small state machine driven by
 messages and timers, without a task of its own, and a step costs one dictionary look-up a request. A worker that fails
 several handovers in a row is left out for a while, so that a store that is away does not delay every prompt.
@@ -29,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import count
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -41,6 +43,7 @@ from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from router import policy
 from router.admission import PROMPT_SEEN
+from router.books import Books
 from router.cooldown import Cooldown
 from router.flight import Boundary, Flight, Stage
 from router.metrics import Metrics
@@ -54,6 +57,7 @@ from router.placement import (
     local_reason,
     parse_override,
 )
+from router.recovery import Recovery
 from router.roster import Roster
 from router.trace import Trace, TraceRing, response_id
 from router.worker_link import LinkDown, WorkerLink
@@ -64,10 +68,6 @@ MAX_FLIGHTS = 8192
 """Engine requests held at once; more are refused."""
 DEFAULT_SEQS = 8
 """Requests that a worker runs at once when it does not say."""
-MAX_ATTEMPTS = 3
-"""Decode workers tried for one request without a token in between."""
-LOOK_SECONDS = 0.5
-"""Between looks at the requests' token deadlines."""
 
 
 class Overloaded(RuntimeError):
@@ -82,27 +82,26 @@ class Dispatcher:
         self.metrics = metrics or Metrics()
         self.traces = TraceRing()
         self.roster = Roster(membership, self, self.metrics)
-        self._flights: dict[str, Flight] = {}
-        self._waiting: dict[str, Flight] = {}
         self._legs = count(1)
         self._cooldown = Cooldown()
         self.policy = policy.make(config.policy, config.handover_min_tokens)
         self._outbox = Outbox()
-        self._look: asyncio.TimerHandle | None = None
-        self._held_back = 0.0
+        self._books = Books(self.roster, self.metrics, self._outbox)
+        self._recovery = Recovery(
+            config, self._books, self.roster, self.metrics, self._outbox, self._cooldown, self._place
+        )
         self._closing = False
 
     def start(self) -> None:
         """Begin to follow the register and to connect to workers. Needs a running event loop."""
         self.roster.start()
-        self._look_for_late()
+        self._recovery.start()
 
     async def close(self) -> None:
         """End every request with ABORT and close the links. Never raises."""
         self.end_all("the router is stopping")
         self._closing = True
-        if self._look is not None:
-            self._look.cancel()
+        self._recovery.stop()
         await self.roster.close()
 
     # ---- for whoever stands above
@@ -115,9 +114,9 @@ class Dispatcher:
         params = request.sampling_params
         if params is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise ValueError("only token prompts with sampling parameters can be dispatched")
-        if request.request_id in self._flights:
+        if request.request_id in self._books.flights:
             raise ValueError(f"request {request.request_id} is in flight already")
-        if len(self._flights) >= MAX_FLIGHTS:
+        if len(self._books.flights) >= MAX_FLIGHTS:
             raise Overloaded(f"{MAX_FLIGHTS} requests are in flight; try again later")
         extra = dict(params.extra_args or {})
         try:
@@ -150,10 +149,10 @@ class Dispatcher:
             deadline=now + self.config.request_timeout,
         )
         self.traces.add(flight.trace)
-        self._flights[request.request_id] = flight
-        self.metrics.in_flight.set(len(self._flights))
+        self._books.flights[request.request_id] = flight
+        self.metrics.in_flight.set(len(self._books.flights))
         flight.timers.append(
-            loop.call_at(flight.deadline, self._fail, flight, "request_timeout", "request_timeout")
+            loop.call_at(flight.deadline, self._books.fail, flight, "request_timeout", "request_timeout")
         )
         self._place(flight)
 
@@ -163,10 +162,10 @@ class Dispatcher:
         `stopped`: they are complete, because a stop string was found in their text; else their clients have gone.
         """
         for request_id in request_ids:
-            flight = self._flights.get(request_id)
+            flight = self._books.flights.get(request_id)
             if flight is not None:
-                self._abort_leg(flight)
-                self._end(flight, *(("finished", "stop") if stopped else ("aborted", "abort")))
+                self._books.abort_leg(flight)
+                self._books.end(flight, *(("finished", "stop") if stopped else ("aborted", "abort")))
 
     async def outputs(self) -> EngineCoreOutputs:
         """The next step's outputs; steps that have piled up come merged."""
@@ -174,13 +173,13 @@ class Dispatcher:
 
     def end_all(self, reason: str) -> None:
         """End every request now with ERROR; `reason` goes into their traces."""
-        for flight in list(self._flights.values()):
-            self._fail(flight, "shutdown", reason)
+        for flight in list(self._books.flights.values()):
+            self._books.fail(flight, "shutdown", reason)
 
     @property
     def in_flight(self) -> int:
         """Requests held now."""
-        return len(self._flights)
+        return len(self._books.flights)
 
     @property
     def decode_slots(self) -> int:
@@ -190,7 +189,7 @@ class Dispatcher:
     # ---- placing
 
     def _place(self, flight: Flight) -> None:
-        decodes = self._decodes(flight.failed_workers)
+        decodes = self.roster.decodes(flight.failed_workers)
         first = least_outstanding(decodes)
         if first is None:
             self._wait(flight)
@@ -219,17 +218,13 @@ class Dispatcher:
             flight.trace.why = choice.why
         self._decode(flight, choice.decode)
 
-    def _decodes(self, excluded: Collection[str]) -> list[WorkerLink]:
-        """Decode workers that take requests and are not excluded."""
-        return [worker for worker in self.roster.ready("decode") if worker.worker_id not in excluded]
-
     def _wait(self, flight: Flight) -> None:
         """Keep a request that no decode worker can take now, for at most `worker_wait` seconds."""
         flight.stage = Stage.WAITING
         flight.trace.route = "waiting for a decode worker"
-        if flight.request_id not in self._waiting:
-            self._waiting[flight.request_id] = flight
-            self._stage_timer(
+        if flight.request_id not in self._books.waiting:
+            self._books.waiting[flight.request_id] = flight
+            self._books.stage_timer(
                 flight,
                 self.config.resume_wait if flight.any_output else self.config.worker_wait,
                 "no_decode_worker",
@@ -237,22 +232,22 @@ class Dispatcher:
             )
 
     def _prefill(self, flight: Flight, prefill: WorkerLink, decode: WorkerLink) -> None:
-        self._reserve(flight, decode)
+        self._books.reserve(flight, decode)
         reader = decode.description
         publish = pb.Publish(
             preferred_segment=reader.segment, pack_dcp=reader.dcp, pack_interleave=reader.interleave
         )
-        timeout = min(self.config.prefill_timeout, self._remaining(flight))
+        timeout = min(self.config.prefill_timeout, self._books.remaining(flight))
         flight.trace.route = f"handover {prefill.worker_id} {decode.worker_id}"
         try:
             self._dispatch(
                 flight, prefill, flight.prompt_tokens, Stage.PREFILL, publish=publish, timeout=timeout
             )
         except LinkDown as error:
-            self._handover_failed(flight, "prefill_failed", str(error))
+            self._recovery.handover_failed(flight, "prefill_failed", str(error))
             return
         loop = asyncio.get_running_loop()
-        flight.timers.append(loop.call_later(timeout, self._prefill_late, flight))
+        flight.timers.append(loop.call_later(timeout, self._recovery.prefill_late, flight))
 
     def _decode(self, flight: Flight, decode: WorkerLink) -> None:
         boundary = flight.boundary
@@ -268,9 +263,11 @@ class Dispatcher:
         flight.attempts += 1
         flight.leg_output = False
         try:
-            self._dispatch(flight, decode, work, Stage.DECODE, load=load, timeout=self._remaining(flight))
+            self._dispatch(
+                flight, decode, work, Stage.DECODE, load=load, timeout=self._books.remaining(flight)
+            )
         except LinkDown as error:
-            self._decode_lost(flight, decode, str(error))
+            self._recovery.decode_lost(flight, decode, str(error))
             return
         if not flight.counted:
             flight.counted = True
@@ -302,7 +299,7 @@ class Dispatcher:
         )
         link.send(pb.ToWorker(add=add))
         flight.cancel_stage_timer()
-        self._waiting.pop(flight.request_id, None)
+        self._books.waiting.pop(flight.request_id, None)
         flight.alone = not link.legs
         flight.stage, flight.leg, flight.link, flight.charged = stage, leg, link, work
         flight.dispatched = asyncio.get_running_loop().time()
@@ -325,7 +322,7 @@ class Dispatcher:
                 self.config.max_model_len,
             )
         self.roster.changed()
-        for flight in list(self._waiting.values()):
+        for flight in list(self._books.waiting.values()):
             self._place(flight)
 
     def link_down(self, link: WorkerLink, legs: list[Flight], reason: str) -> None:
@@ -339,9 +336,9 @@ class Dispatcher:
             flight.charged = flight.charged_bytes = 0
             flight.link = None
             if flight.stage is Stage.PREFILL:
-                self._handover_failed(flight, "prefill_failed", f"{link.worker_id} lost: {reason}")
+                self._recovery.handover_failed(flight, "prefill_failed", f"{link.worker_id} lost: {reason}")
             elif flight.stage is Stage.DECODE:
-                self._decode_lost(flight, link, reason)
+                self._recovery.decode_lost(flight, link, reason)
         self.roster.retire_idle(link)
 
     def step(self, link: WorkerLink, outputs: list[tuple[int, EngineCoreOutput]]) -> None:
@@ -353,13 +350,13 @@ class Dispatcher:
             if flight is None:
                 continue  # aborted meanwhile
             if flight.stage is not Stage.DECODE:
-                self._prefill_output(flight, output)
+                self._recovery.prefill_output(flight, output)
                 continue
             output.request_id = flight.request.request_id
             reason = output.finish_reason
             if not flight.leg_output:
                 if reason is FinishReason.ERROR:
-                    self._decode_refused(flight, link)
+                    self._recovery.decode_refused(flight, link)
                     continue
                 flight.leg_output = True
                 if flight.any_output:
@@ -370,10 +367,10 @@ class Dispatcher:
             flight.last_output = now
             if reason is not None:
                 self.policy.ended(link.worker_id, flight.prompt, flight.history)
-                self._end(flight, "error" if reason is FinishReason.ERROR else "finished", str(reason))
+                self._books.end(flight, "error" if reason is FinishReason.ERROR else "finished", str(reason))
             batch.append(output)
         if batch:
-            self._deliver(batch)
+            self._books.deliver(batch)
 
     def published(self, link: WorkerLink, message: pb.Published) -> None:
         flight = link.legs.get(message.id)
@@ -384,14 +381,16 @@ class Dispatcher:
         if flight.stage is not Stage.PREFILL:
             return
         alone = flight.alone and len(link.legs) == 1
-        self._leave(flight)
+        self._books.leave(flight)
         now = asyncio.get_running_loop().time()
         if not message.committed:
             if message.kind == "store_full":  # said before anything was computed: nothing is late for it
-                self._handover_failed(flight, "store_full", message.error)
+                self._recovery.handover_failed(flight, "store_full", message.error)
                 return
             self._cooldown.failed(link.worker_id)
-            self._handover_failed(flight, "prefill_failed", message.error or "the boundary was not committed")
+            self._recovery.handover_failed(
+                flight, "prefill_failed", message.error or "the boundary was not committed"
+            )
             return
         self._cooldown.forget(link.worker_id)
         self.metrics.publish_seconds.observe(now - flight.dispatched)
@@ -408,7 +407,7 @@ class Dispatcher:
         trace.prefill_cached, trace.prefill_restored = message.cached_tokens, message.store_tokens
         trace.published_after = round(now - flight.arrival, 6)
         chosen = flight.reserved
-        self._unreserve(flight)
+        self._books.unreserve(flight)
         if chosen is not None and chosen.ready:
             self._decode(flight, chosen)
         else:
@@ -432,123 +431,7 @@ class Dispatcher:
     async def room(self) -> None:
         await self._outbox.room()
 
-    # ---- what goes wrong
-
-    def _prefill_output(self, flight: Flight, output: EngineCoreOutput) -> None:
-        """A prefill worker's tokens mean nothing; that it refused the request does."""
-        if output.finish_reason is FinishReason.ERROR and flight.link is not None:
-            self._cooldown.failed(flight.link.worker_id)
-            worker = flight.link.worker_id
-            self._leave(flight)
-            self._handover_failed(flight, "prefill_failed", f"{worker} refused the request")
-
-    def _prefill_late(self, flight: Flight) -> None:
-        if flight.stage is not Stage.PREFILL or flight.link is None:
-            return
-        worker = flight.link.worker_id
-        self._cooldown.failed(worker)
-        self._abort_leg(flight)
-        self._handover_failed(flight, "prefill_timeout", f"{worker} did not publish in time")
-
-    def _handover_failed(self, flight: Flight, reason: str, detail: str) -> None:
-        log.warning("request %s: %s: %s", flight.request_id, reason, detail)
-        flight.cancel_stage_timer()
-        self._unreserve(flight)
-        flight.local_reason = reason
-        flight.trace.failure = flight.trace.failure or reason
-        flight.trace.detail = flight.trace.detail or detail
-        self._place(flight)
-
-    def _decode_refused(self, flight: Flight, link: WorkerLink) -> None:
-        self._leave(flight)
-        flight.failed_workers.add(link.worker_id)
-        if not self._decodes(flight.failed_workers):
-            self._fail(flight, "decode_refused", f"{link.worker_id} refused the request")
-        else:
-            self._decode_lost(flight, link, "the worker refused the request")
-
-    def _decode_lost(
-        self, flight: Flight, link: WorkerLink, reason: str, kind: str = "decode_failed"
-    ) -> None:
-        """Another decode worker goes on from what has been delivered; the request ends when too many have failed."""
-        trace = flight.trace
-        trace.failure = trace.failure or kind
-        trace.detail = trace.detail or f"{link.worker_id}: {reason}"
-        if link.up:
-            # A lost worker may come back in time; this one would fail again.
-            flight.failed_workers.add(link.worker_id)
-        if flight.attempts >= MAX_ATTEMPTS:
-            self._fail(flight, kind, f"{link.worker_id}: {reason}")
-            return
-        self.metrics.retries.labels(kind).inc()
-        if flight.any_output:
-            log.warning(
-                "request %s: %s: %s; going on after %d tokens",
-                flight.request_id,
-                kind,
-                reason,
-                flight.tokens_sent,
-            )
-            trace.resumes += 1
-            self._drop_prompt_logprobs(flight)
-        if kind == "decode_late" or not link.up:
-            self._forget_boundary(flight)
-        elif flight.boundary is None and not flight.local_reason:
-            flight.local_reason = "prefill_failed"
-        self._place(flight)
-
-    def _forget_boundary(self, flight: Flight) -> None:
-        """The lost worker's memory held the boundary's bytes; the prompt is handed over anew."""
-        boundary, flight.boundary = flight.boundary, None
-        if boundary is not None:
-            if boundary.publisher.release(boundary.key, boundary.session):
-                self.metrics.releases.inc()
-            flight.local_reason = ""
-
-    def _drop_prompt_logprobs(self, flight: Flight) -> None:
-        """They have been delivered with the first output, and a prompt with them is never restored."""
-        params = flight.request.sampling_params
-        if flight.prompt_logprobs and params is not None:
-            params = params.clone()
-            params.prompt_logprobs = None
-            flight.sampling, flight.prompt_logprobs = codec.encode_sampling(params), False
-
-    def _look_for_late(self) -> None:
-        """Move requests whose decode worker has been silent for too long; once every LOOK_SECONDS."""
-        loop = asyncio.get_running_loop()
-        self._look = loop.call_later(LOOK_SECONDS, self._look_for_late)
-        now, first, next_one = loop.time(), self.config.first_token_timeout, self.config.token_timeout
-        if self._outbox.full:
-            self._held_back = now  # we do not read the workers' streams, so nobody is late
-        for flight in list(self._flights.values()):
-            link = flight.link
-            if flight.stage is not Stage.DECODE or link is None:
-                continue
-            silent = now - max(
-                flight.last_output if flight.leg_output else flight.dispatched, self._held_back
-            )
-            if silent <= (next_one if flight.leg_output else first):
-                continue
-            others = flight.failed_workers | {link.worker_id}
-            if not self._decodes(others):
-                continue  # nobody could do better; it may only be slow
-            self._abort_leg(flight)
-            self._decode_lost(flight, link, f"no token for {silent:.1f} s", "decode_late")
-
-    def _fail(self, flight: Flight, kind: str, detail: str) -> None:
-        """End a request with ERROR; only this one, whatever happened."""
-        if flight.stage is Stage.ENDED:
-            return
-        log.warning("request %s ends with an error: %s: %s", flight.request_id, kind, detail)
-        flight.trace.failure, flight.trace.detail = kind, detail
-        self._abort_leg(flight)
-        self._end(flight, "error", "error")
-        self._deliver([EngineCoreOutput(flight.request_id, [], finish_reason=FinishReason.ERROR)])
-
-    # ---- bookkeeping
-
-    def _deliver(self, batch: list[EngineCoreOutput]) -> None:
-        self._outbox.put(batch)
+    # ---- first outputs
 
     def _first_output(self, flight: Flight, output: EngineCoreOutput, now: float) -> None:
         """Complete the trace, and say which prompt tokens were cached: on the prefill side, if it computed them."""
@@ -582,66 +465,3 @@ class Dispatcher:
         flight.trace.longest_pause = max(flight.trace.longest_pause, round(pause, 6))
         flight.attempts = 1
         output.prefill_stats = None  # the prompt's were delivered with the first token
-
-    def _leave(self, flight: Flight) -> None:
-        """Take a flight off its worker."""
-        link = flight.link
-        if link is not None:
-            link.legs.pop(flight.leg, None)
-            link.outstanding = max(0, link.outstanding - flight.charged)
-            link.state_bytes = max(0, link.state_bytes - flight.charged_bytes)
-            flight.link, flight.charged, flight.charged_bytes = None, 0, 0
-            if link.retiring and not link.legs:
-                self.roster.retire_idle(link)
-        flight.cancel_stage_timer()
-
-    def _abort_leg(self, flight: Flight) -> None:
-        link = flight.link
-        if link is not None:
-            link.abort(flight.leg)
-            self._leave(flight)
-
-    def _reserve(self, flight: Flight, decode: WorkerLink) -> None:
-        flight.reserved, flight.reserved_tokens = decode, flight.answer_tokens
-        decode.outstanding += flight.reserved_tokens
-
-    def _unreserve(self, flight: Flight) -> None:
-        if flight.reserved is not None:
-            flight.reserved.outstanding = max(0, flight.reserved.outstanding - flight.reserved_tokens)
-            flight.reserved, flight.reserved_tokens = None, 0
-
-    def _end(self, flight: Flight, outcome: str, reason: str) -> None:
-        """The flight's last act, whatever the outcome: everything that it holds returns to where it was."""
-        flight.stage = Stage.ENDED
-        self._leave(flight)
-        self._unreserve(flight)
-        for timer in flight.timers:
-            timer.cancel()
-        flight.timers.clear()
-        self._flights.pop(flight.request_id, None)
-        self._waiting.pop(flight.request_id, None)
-        boundary = flight.boundary
-        if boundary is not None:
-            flight.boundary = None
-            if boundary.publisher.release(boundary.key, boundary.session):
-                self.metrics.releases.inc()
-        trace = flight.trace
-        trace.status, trace.finish_reason, trace.output_tokens = outcome, reason, flight.tokens_sent
-        trace.ended_after = round(asyncio.get_running_loop().time() - flight.arrival, 6)
-        self.metrics.in_flight.set(len(self._flights))
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.tokens.inc(flight.tokens_sent)
-        if flight.any_output:
-            for source, tokens in (
-                ("store", trace.from_store),
-                ("local", trace.local),
-                ("computed", trace.recomputed),
-            ):
-                self.metrics.prompt_tokens.labels(source).inc(tokens)
-
-    def _remaining(self, flight: Flight) -> float:
-        return max(0.001, flight.deadline - asyncio.get_running_loop().time())
-
-    def _stage_timer(self, flight: Flight, seconds: float, kind: str, detail: str) -> None:
-        loop = asyncio.get_running_loop()
-        flight.timers.append(loop.call_later(seconds, self._fail, flight, kind, detail))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from deltaserve.config import Role
@@ -56,6 +56,10 @@ class Roster:
     def ready(self, role: Role) -> list[WorkerLink]:
         """Links of a role that take new requests."""
         return [link for link in self._links.values() if link.member.role == role and link.ready]
+
+    def decodes(self, excluded: Collection[str] = ()) -> list[WorkerLink]:
+        """Decode workers that take new requests and are not excluded."""
+        return [link for link in self.ready("decode") if link.worker_id not in excluded]
 
     async def wait_decode(self, timeout: float) -> bool:
         """True as soon as a decode worker takes requests; False after `timeout` seconds without one."""
