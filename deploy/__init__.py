@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a cluster elsewhere than under `deltaserve up`."""
