@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make serve        everything that is missing, then a cluster on this machine (Ctrl-C stops it)
 # make install      the set-up step alone
-# make test         unit and property tests, then tests with real processes
+# make test         unit and property tests, then scenarios and tests with real processes (ARGS=... for some)
 # make lint         formatting, lint and types
 # make proto        the generated half of deltaserve/wire, from worker.proto
 # make lock         requirements/*.lock, from what is installed
@@ -13,6 +13,8 @@ DEVICE ?= cpu
 PORT ?= 8000
 MODEL ?= models/demo
 PACKAGES := deltaserve router prefill_worker decode_worker statestore
+# Threads that wait asleep: spinning ones cost ten times their work where processes share few cores.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 SOURCES := $(wildcard $(PACKAGES) models deploy tests benchmarks)
 
 .DEFAULT_GOAL := help
@@ -31,8 +33,12 @@ serve: install
 	@exec $(VENV)/bin/deltaserve up --model $(MODEL) --port $(PORT) --device $(DEVICE) $(ARGS)
 
 test: dev
-	# Threads that wait asleep: spinning ones cost ten times their work where processes share few cores.
-	OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest $(ARGS)
+ifdef ARGS
+	$(PYTEST) $(ARGS)
+else
+	$(PYTEST) -n 2 -m "not (cluster or scenario)"
+	$(PYTEST) -m "cluster or scenario"
+endif
 
 lint: dev
 	$(VENV)/bin/ruff check $(SOURCES)

@@ -21,10 +21,14 @@ settings.register_profile("deltaserve", deadline=None)
 settings.load_profile("deltaserve")
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_SCENARIOS = Path(__file__).parent / "scenario"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests marked `cluster` last (otherwise in order), and skip `gpu` where there is no device."""
+    """Mark tests/scenario, put tests marked `cluster` last, and skip `gpu` where there is no device."""
+    for item in items:
+        if _SCENARIOS in item.path.parents:
+            item.add_marker(pytest.mark.scenario)
     items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
     if _GPUS.is_dir() and any(_GPUS.iterdir()):
         return

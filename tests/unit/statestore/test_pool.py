@@ -507,10 +507,11 @@ def test_a_client_that_does_not_recover_is_replaced(
 def test_no_replacement_while_the_master_takes_no_clients(
     own_master: services.MasterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statestore.mooncake_client.PROBE_SECONDS", 3.0)
+    monkeypatch.setattr("statestore.mooncake_client.PROBE_SECONDS", 30.0)
     config = own_master.config(timeout=1.0)
     assert probe(config)
     own_master.service.hang()
+    monkeypatch.setattr("statestore.mooncake_client.PROBE_SECONDS", 2.0)
     assert not probe(config), "its port is open, but it does not answer"
     assert reachable(config.master)
     own_master.service.kill()

@@ -42,7 +42,7 @@ class Running:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, words: str, timeout: float = 30) -> None:
+    def wait_for(self, words: str, timeout: float = 120) -> None:
         wait_until(lambda: words in self.text or self.process.poll() is not None, timeout, words)
         assert words in self.text, self.text
 
@@ -150,7 +150,7 @@ def test_a_terminal_gets_a_live_table_and_its_ctrl_c_ends_everything(
                 output.extend(os.read(terminal, 1 << 16))
             return words in output
 
-        wait_until(lambda: shows(b"curl -s"), 30, "the curl line")
+        wait_until(lambda: shows(b"curl -s"), 120, "the curl line")
         assert b"deltaserve: starting" in output
         assert b"decode-0" in output
         assert b"[  0." not in output  # no plain lines
