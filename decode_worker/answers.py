@@ -9,6 +9,7 @@ too short, or whose state does not fit into this worker's budget, leaves nothing
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from deltaserve.config import WorkerConfig
@@ -102,6 +103,8 @@ class Answers:
         try:
             links = self._publisher.links(publication, outcome, outcome.tokens)
             await self._publisher.commit(publication, links)
+            nbytes = sum(link.nbytes for link in outcome.links)
+            HANDOFF.published(nbytes, time.monotonic() - publication.began, "answer")
         except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
             HANDOFF.failed("answer", "ledger")
             log.warning("request %s: the end of its answer is not kept: %s", job.add.request_id, error)

@@ -24,6 +24,7 @@ from decode_worker.answers import Answers
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.role import Job, Role
 from deltaserve.telemetry import HANDOFF
+from deltaserve.telemetry.tracing import NO_SPAN, Span
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from statestore.checkpoints.publication import Publisher
@@ -52,6 +53,7 @@ class DecodeRole(Role):
     ) -> None:
         super().__init__()
         self._geometry, self._ledger, self._pool = geometry, ledger, pool
+        self._verify = config.verify
         self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
         self._answers = Answers(config, self.publisher, self.background, forget)
 
@@ -64,6 +66,7 @@ class DecodeRole(Role):
         prompt = list(add.prompt)
         intents = Intents()
         if add.WhichOneof("handoff") == "load":
+            job.state["load span"] = job.span.child("load", boundary=add.load.boundary)
             chain, failure = await self._chain(add, prompt)
             if failure:
                 self._report(job, 0, failure)
@@ -122,15 +125,21 @@ class DecodeRole(Role):
             self.publisher.load_failed(chain, bad)
             self._report(job, 0, bad.failure, of=chain[-1].length)
             return
-        HANDOFF.loaded(
-            sum(report.nbytes for report in reports), max((r.seconds for r in reports), default=0.0)
-        )
+        nbytes = sum(report.nbytes for report in reports)
+        HANDOFF.loaded(nbytes, max((r.seconds for r in reports), default=0.0), self._verify)
+        if "load span" in job.state:
+            job.state["load span"].set(bytes=nbytes, ranks=len(reports), verified=self._verify)
         if chain[-1].reusable:
             HANDOFF.restored(tokens)
         self._report(job, tokens, "", local=chain[-1].length - tokens)
 
     def _report(self, job: Job, tokens: int, failure: str, local: int = 0, of: int = 0) -> None:
         """Tell the router. `of`: tokens that should have come from the store; 0: all but the last."""
+        span: Span = job.state.pop("load span", NO_SPAN)
+        span.set(tokens=tokens, local_tokens=local)
+        span.end(failure)
+        if job.progress is not None:
+            job.progress.end(failure or "loaded")
         if failure:
             HANDOFF.failed("load", failure)
             HANDOFF.recomputed(failure, of or len(job.add.prompt) - 1)
@@ -146,6 +155,8 @@ class DecodeRole(Role):
         self._answers.failed(job, reason)
 
     def on_end(self, job: Job, reason: str) -> None:
+        if "load span" in job.state:  # it ended before every rank had reported
+            job.state.pop("load span").end(reason)
         self._answers.ended(job, reason)
 
     async def release(self, boundaries: list[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Role = Literal["prefill", "decode"]
 """What a worker does: `prefill` computes N-1 prompt tokens and publishes; `decode` restores and generates."""
@@ -54,6 +54,41 @@ class StoreConfig(BaseModel):
     timeout: float = Field(
         10.0, gt=0, description="seconds one store call may take before it counts as failed"
     )
+
+
+class LogConfig(BaseModel):
+    """What a process logs, on stderr."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal["text", "json"] = Field(
+        "text", description="text, or json: one object a line, with the request's id (docs/observe.md)"
+    )
+
+
+class TraceConfig(BaseModel):
+    """OpenTelemetry traces; off without an endpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    endpoint: str = Field(
+        "", description="OTLP/gRPC collector, http://host:port or https://host:port; empty: no traces"
+    )
+    ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of traces that are kept, of those that no client has decided about",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError(
+                f"{value!r} is no URL; give http://host:port or https://host:port, or leave it empty"
+            )
+        return value
 
 
 class WorkerConfig(BaseModel):
@@ -105,7 +140,11 @@ class WorkerConfig(BaseModel):
         description="bytes of checkpoints this worker keeps in the store; empty: half of store_segment_bytes; "
         "0: it keeps none",
     )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="port of /metrics for Prometheus, at host; 0: none"
+    )
+    log: LogConfig = Field(default_factory=lambda: LogConfig())
+    trace: TraceConfig = Field(default_factory=lambda: TraceConfig())
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
     store: StoreConfig = Field(default_factory=lambda: StoreConfig())
 
@@ -180,6 +219,8 @@ class RouterConfig(BaseModel):
     token_timeout: float = Field(
         60.0, gt=0, description="seconds between two tokens before another decode worker goes on"
     )
+    log: LogConfig = Field(default_factory=lambda: LogConfig())
+    trace: TraceConfig = Field(default_factory=lambda: TraceConfig())
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
 
 
@@ -230,6 +271,14 @@ class ClusterConfig(BaseModel):
     router_options: dict[str, object] = Field(
         default_factory=dict, description="further fields of the router's configuration, as JSON"
     )
+    metrics_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="/metrics of the first worker, the others' ports follow; 0: none (the router's is at its endpoint)",
+    )
+    log: LogConfig = Field(default_factory=lambda: LogConfig())
+    trace: TraceConfig = Field(default_factory=lambda: TraceConfig())
     run_dir: Path | None = Field(
         None, description="folder for the log files; empty: .deltaserve/run/<time> in the working directory"
     )

@@ -31,6 +31,7 @@ from typing import Any
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.telemetry import HANDOFF
+from deltaserve.telemetry.tracing import Span
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from statestore.boundary import BoundaryRecord
@@ -62,6 +63,7 @@ class PrefillRole(Role):
         self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
         self._spacing = config.checkpoint_tokens if config.checkpoint_limit else 0
         self._held: dict[str, BoundaryRecord] = {}
+        HANDOFF.owns("request", lambda: len(self._held))
 
     async def on_lease(self, lease: int) -> None:
         self.publisher.lease = lease
@@ -120,6 +122,12 @@ class PrefillRole(Role):
         if bad is None:
             job.state["restored"] = tokens
             HANDOFF.restored(tokens)
+            HANDOFF.loaded(
+                sum(report.nbytes for report in reports),
+                max((report.seconds for report in reports), default=0.0),
+                self._config.verify,
+            )
+            self._load_span(job, tokens, reports).end()
             return
         log.warning(
             "request %s: its checkpoint is computed instead: rank %d: %s",
@@ -129,7 +137,14 @@ class PrefillRole(Role):
         )
         HANDOFF.failed("load", bad.failure)
         HANDOFF.recomputed(bad.failure, publication.base)
+        self._load_span(job, 0, reports).end(f"{bad.failure}: {bad.detail}")
         self.publisher.load_failed(publication.chain, bad)
+
+    @staticmethod
+    def _load_span(job: Job, tokens: int, reports: list[RankReport]) -> Span:
+        began = time.time() - max((report.seconds for report in reports), default=0.0)
+        nbytes = sum(report.nbytes for report in reports)
+        return job.span.child("load", start=began, checkpoint=True, tokens=tokens, bytes=nbytes)
 
     def on_end(self, job: Job, reason: str) -> None:
         if reason == "finished":
@@ -147,7 +162,10 @@ class PrefillRole(Role):
     def on_publish_failed(self, job: Job, reason: str) -> None:
         """No boundary will come of this job, and no rank has written or will."""
         if job.state.pop("keep", False):
-            self.background(self._fail(job, None, reason, job.state.get("kind", "no_publish")))
+            kind = job.state.get("kind", "no_publish")
+            if job.progress is not None:
+                job.progress.end("aborted" if job.state.get("ended") == "aborted" else kind)
+            self.background(self._fail(job, None, reason, kind))
 
     def _too_late(self, job: Job) -> None:
         """The router need not wait any longer; what the ranks still write is removed when they have reported."""
@@ -157,23 +175,35 @@ class PrefillRole(Role):
 
     async def _settle(self, job: Job, outcome: PublishOutcome) -> None:
         publication: Publication = job.state["publication"]
+        slowest = max((report.seconds for link in outcome.links[-1:] for report in link.reports), default=0.0)
+        span = job.span.child("publish", start=time.time() - slowest, epoch=publication.epoch)
         if not outcome.complete:
+            span.end(outcome.detail or outcome.failure)
             if outcome.failure == "store_full":
                 await self.publisher.keeper.evict_some(self.publisher.missing_room(publication))
             await self._fail(job, outcome, outcome.detail or outcome.failure, outcome.failure)
             return
         if "ended" in job.state or "late" in job.state:
+            span.end(job.state.get("ended", "deadline"))
             await self._fail(job, outcome, job.state.get("ended", "deadline"), "aborted")
             return
+        if job.progress is not None:
+            job.progress.state = "committing"
         try:
             links = self.publisher.links(publication, outcome, list(job.add.prompt)[:-1])
             committed = await self.publisher.commit(publication, links)
         except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
+            span.end(f"ledger: {error}")
             await self._fail(job, outcome, f"{type(error).__name__}: {error}", "ledger")
             return
         boundary = committed.links[-1]
         nbytes = sum(link.nbytes for link in outcome.links)
         self._held[boundary.id] = boundary
+        span.set(boundary=boundary.id, bytes=nbytes, ranks=len(boundary.ranks), links=len(outcome.links))
+        span.end()
+        if job.progress is not None:
+            job.progress.boundary = boundary.id
+            job.progress.end("committed")
         self._done(job)
         HANDOFF.published(nbytes, time.monotonic() - publication.began)
         if "ended" in job.state or "late" in job.state or job.stream.closed:
@@ -195,6 +225,9 @@ class PrefillRole(Role):
         )
 
     async def _fail(self, job: Job, outcome: PublishOutcome | None, reason: str, kind: str) -> None:
+        job.span.end(f"{kind}: {reason}")
+        if job.progress is not None:
+            job.progress.end(kind)
         self._done(job)
         if "late" not in job.state:
             self._tell_failure(job, reason, kind)
@@ -211,6 +244,7 @@ class PrefillRole(Role):
         job.stream.send(pb.FromWorker(published=failed))
 
     def _done(self, job: Job) -> None:
+        job.span.end()
         if (deadline := job.state.get("deadline")) is not None:
             deadline.cancel()
         if job.ended:  # else its last step has not been delivered yet, and its end forgets it

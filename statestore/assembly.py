@@ -29,9 +29,10 @@ def parts(build: Build) -> Parts:
 
 def _listen(worker_id: str, listener: Callable[..., None] | None) -> None:
     # Imported late: the connector imports vLLM, which reads the environment that `run` sets first.
-    from statestore.connector.events import listen
+    from statestore.connector.events import listen, watch
 
     listen(worker_id, listener)
+    watch(worker_id, listener)
 
 
 def _geometry(vllm_config: Any, kv_cache_config: Any, model_digest: str) -> Geometry:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltaserve.telemetry.progress import Progress, Report
+from deltaserve.telemetry.tracing import NO_SPAN, Span
 from deltaserve.wire import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,14 @@ class Job:
     """True: its tokens stay here (a prefill worker's sample means nothing)."""
     ended: bool = False
     """True once its last message has been sent, or the router has aborted it."""
+    answered: bool = False
+    """True once the engine has given its first output."""
     state: dict[str, Any] = field(default_factory=dict)
     """What the role keeps about it."""
+    span: Span = NO_SPAN
+    """This worker's part of the request's trace."""
+    progress: Progress | None = None
+    """What people see of its handoff; None: it has none."""
 
 
 class Role(ABC):
@@ -67,6 +75,16 @@ class Role(ABC):
     @abstractmethod
     async def prepare(self, job: Job) -> Any:
         """Turn `job.add` into vLLM's EngineCoreRequest. Raises `Refused`."""
+
+    def on_sent(self, job: Job, ranks: int) -> None:
+        """A job of the handoff went out to every rank."""
+        if job.progress is not None:
+            job.progress.go(ranks)
+
+    def on_reported(self, job: Job, reports: Sequence[Report]) -> None:
+        """Ranks have reported a job of the handoff."""
+        if job.progress is not None:
+            job.progress.reported(reports)
 
     @abstractmethod
     def on_output(self, job: Job, output: Any) -> None:

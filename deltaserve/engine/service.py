@@ -24,6 +24,8 @@ import grpc
 
 from deltaserve.engine.host import EngineHost
 from deltaserve.engine.role import Job, Refused, Role
+from deltaserve.telemetry import WORKER, about, tracing
+from deltaserve.telemetry.progress import Board
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from deltaserve.wire.worker_pb2_grpc import WorkerServicer
@@ -70,15 +72,29 @@ class WorkerService(WorkerServicer):
         self._description = pb.WorkerDescription()
         self._loop = asyncio.get_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._board = Board()
 
     def attach(self, host: EngineHost, role: Role, description: pb.WorkerDescription) -> None:
         """Give the service its engine; before this, calls are answered UNAVAILABLE."""
         self._host, self._role, self._description = host, role, description
+        WORKER.describe(description.role, description.worker_id)
+        WORKER.watch(
+            lambda: host.core.scheduler.get_request_counts(),
+            lambda: host.core.scheduler.get_kv_cache_usage(),
+            lambda: len(self._jobs),
+            lambda: self.queued_tokens,
+            lambda: len(self._streams),
+        )
 
     @property
     def job_count(self) -> int:
         """Jobs held now."""
         return len(self._jobs)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of jobs that have not had their first output."""
+        return sum(len(job.add.prompt) for job in self._jobs.values() if not (job.ended or job.answered))
 
     # ---- from the engine thread
 
@@ -93,21 +109,26 @@ class WorkerService(WorkerServicer):
     def _event(self, name: str, key: str, args: tuple[Any, ...]) -> None:
         job = self._jobs.get(key)
         if job is not None and self._role is not None:
-            getattr(self._role, f"on_{name}")(job, *args)
+            with about(job.add.request_id):  # also what the role begins beside the requests
+                getattr(self._role, f"on_{name}")(job, *args)
 
     def _deliver(self, batches: list[Any]) -> None:
         assert self._role is not None
         per_stream: dict[RouterStream, list[tuple[int, Any]]] = {}
+        tokens = 0
         for batch in batches:
             for output in batch.outputs:
                 job = self._jobs.get(output.request_id)
                 if job is None or job.ended:
                     continue
                 self._role.on_output(job, output)
+                job.answered = True
                 if not job.silent:
+                    tokens += len(output.new_token_ids)
                     per_stream.setdefault(job.stream, []).append((job.add.id, output))
                 if output.finish_reason is not None:
                     self._end(job, "finished")
+        WORKER.stepped(tokens)
         for stream, outputs in per_stream.items():
             stream.send(pb.FromWorker(step=codec.encode_step(outputs)))
 
@@ -119,18 +140,38 @@ class WorkerService(WorkerServicer):
         job = Job(key=f"{stream.name}-{add.id}", add=add, stream=stream)
         stream.jobs[add.id] = job
         self._jobs[job.key] = job
-        try:
-            request = await self._role.prepare(job)
-        except Refused as error:
-            self.fail(job, str(error))
-            return
-        except Exception as error:
-            log.exception("request %s could not be prepared", add.request_id)
-            self.fail(job, f"{type(error).__name__}: {error}")
-            return
+        self._observe(job)
+        with about(add.request_id):
+            try:
+                request = await self._role.prepare(job)
+            except Refused as error:
+                self.fail(job, str(error))
+                return
+            except Exception as error:
+                log.exception("request %s could not be prepared", add.request_id)
+                self.fail(job, f"{type(error).__name__}: {error}")
+                return
         if job.ended:  # aborted while it was being prepared
             return
         self._host.add(request, self._refusal(job), job.add.history)
+
+    def _observe(self, job: Job) -> None:
+        """Begin what is seen of a job from outside: its span, and its handoff if it has one."""
+        add, handoff = job.add, job.add.WhichOneof("handoff")
+        if handoff == "publish":
+            job.progress = self._board.begin(add.request_id, "publish", len(add.prompt) - 1)
+        elif handoff == "load":
+            job.progress = self._board.begin(add.request_id, "load", len(add.prompt) - 1, add.load.boundary)
+        if tracing.enabled():
+            job.span = tracing.begin(
+                "prefill" if handoff == "publish" else "generate",
+                add.traceparent,
+                "server",
+                request_id=add.request_id,
+                worker_id=self._description.worker_id,
+                prompt_tokens=len(add.prompt),
+                resumed_after=len(add.history) or None,
+            )
 
     def _refusal(self, job: Job) -> Callable[[str], None]:
         """What the engine thread calls when vLLM refuses the job."""
@@ -155,7 +196,13 @@ class WorkerService(WorkerServicer):
         job.ended = True
         job.stream.jobs.pop(job.add.id, None)
         assert self._role is not None
-        self._role.on_end(job, reason)
+        with about(job.add.request_id):
+            self._role.on_end(job, reason)
+        error = "" if reason == "finished" else reason
+        if not job.silent or error:  # a publish goes on when the engine has finished; its role ends the span
+            job.span.end(error)
+        if error and job.progress is not None:
+            job.progress.end(error if reason == "aborted" else "refused")
         if not job.state.get("keep"):
             self.forget(job)
 
@@ -245,7 +292,13 @@ class WorkerService(WorkerServicer):
         assert self._host is not None
         scheduler = self._host.core.scheduler
         running, waiting = scheduler.get_request_counts()
-        return pb.WorkerLoad(running=running, waiting=waiting, kv_usage=scheduler.get_kv_cache_usage())
+        return pb.WorkerLoad(
+            running=running,
+            waiting=waiting,
+            kv_usage=scheduler.get_kv_cache_usage(),
+            queued_tokens=self.queued_tokens,
+            handoffs=self._board.messages(),
+        )
 
     async def close(self) -> None:
         """End every stream and its jobs."""

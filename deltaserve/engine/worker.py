@@ -29,7 +29,9 @@ from deltaserve.engine.host import EngineHost
 from deltaserve.engine.role import Job, Role
 from deltaserve.membership import Member, Membership
 from deltaserve.model_check import require_servable
-from deltaserve.telemetry import configure_logging
+from deltaserve.telemetry import configure_logging, tracing
+from deltaserve.telemetry.logs import hand_to_vllm
+from deltaserve.telemetry.metrics import expose
 from deltaserve.wire import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -62,7 +64,9 @@ class StartFailed(Exception):
 
 def run(config: WorkerConfig, parts: Parts) -> int:
     """Run a worker until a signal or a failure; returns the exit code."""
-    configure_logging(config.role)
+    configure_logging(config.role, config.log.format)
+    if config.log.format == "json":
+        hand_to_vllm(config.role)
     set_environment(config)
     try:
         require_servable(config.model)
@@ -109,6 +113,16 @@ async def _main(config: WorkerConfig, parts: Parts) -> int:
     role: Role = await parts.build(worker_id, geometry, service.forget)
     service.attach(host, role, _description(config, worker_id, digest, geometry, segments, host))
     server, address = await _serve(config, service)
+    if config.metrics_port:
+        try:
+            expose(config.host, config.metrics_port)
+        except OSError as error:
+            raise StartFailed(
+                f"metrics_port: {config.host}:{config.metrics_port} cannot be bound ({error.strerror}); choose another "
+                "with --metrics-port, or 0 for none"
+            ) from error
+    # After the ranks: a process must not be forked beside the exporter's threads.
+    tracing.configure(config.trace, f"deltaserve.{config.role}", worker_id)
     stage("joining the cluster")
     membership = parts.membership(config)
     member = Member(worker_id, config.role, config.advertise or address, digest, geometry.fingerprint(), 0)
@@ -223,6 +237,7 @@ async def _shutdown(
             await role.close()
             await server.stop(0.5)
             await membership.close()
+            await asyncio.to_thread(tracing.shut_down)
             if not await asyncio.to_thread(host.stop, 2.0):
                 log.warning("the engine did not end in time")
     except TimeoutError:

@@ -8,8 +8,9 @@ each spends most of its start in its own imports and the model. Stopping goes th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,13 @@ def build(
         _master(ports, master, PATIENT_TTL if crowded(config) else MASTER_CLIENT_TTL),
     ]
     devices = _devices(config)
-    for role, count, tp in (
+    metrics = count_from(config.metrics_port)
+    for role, number, tp in (
         ("prefill", config.prefill, config.prefill_tp),
         ("decode", config.decode, config.decode_tp),
     ):
-        for index in range(count):
-            worker = _worker(config, ports, role, tp)
+        for index in range(number):
+            worker = _worker(config, ports, role, tp, next(metrics))
             specs.append(
                 ProcessSpec(
                     name=f"{role}-{index}",
@@ -133,7 +135,12 @@ def _master(ports: Ports, binary: Path, client_ttl: int) -> ProcessSpec:
     return ProcessSpec("master", argv, wave=0, probe=f"{LOOPBACK}:{ports.master}")
 
 
-def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int) -> WorkerConfig:
+def count_from(port: int) -> Iterator[int]:
+    """Consecutive ports from this one; 0 for ever when it is 0, which means none."""
+    return count(port) if port else repeat(0)
+
+
+def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int, metrics_port: int) -> WorkerConfig:
     fields: dict[str, Any] = {
         "role": role,
         "model": config.model.resolve(),
@@ -150,6 +157,9 @@ def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int) -> WorkerCo
         "omp_threads": config.omp_threads or split_cores(sorted(os.sched_getaffinity(0)), tp),
         "verify": config.verify,
         "damage": config.damage if role == "decode" else "none",
+        "metrics_port": metrics_port,
+        "log": config.log,
+        "trace": config.trace,
         "etcd": _etcd_config(config, ports),
         "store": StoreConfig(
             master=f"{LOOPBACK}:{ports.master}",
@@ -173,6 +183,8 @@ def _router(config: ClusterConfig, ports: Ports) -> RouterConfig:
         "max_model_len": config.max_model_len,
         "placement": config.placement,
         "handover_min_tokens": config.handover_min_tokens,
+        "log": config.log,
+        "trace": config.trace,
         "etcd": _etcd_config(config, ports),
     }
     try:

@@ -53,7 +53,7 @@ class ToWorker(_message.Message):
     def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Add(_message.Message):
-    __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout", "history")
+    __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout", "history", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class Add(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     request_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -76,7 +77,8 @@ class Add(_message.Message):
     load: Load
     timeout: float
     history: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ..., history: _Optional[_Iterable[int]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ..., history: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Publish(_message.Message):
     __slots__ = ("preferred_segment", "pack_dcp", "pack_interleave")
@@ -169,13 +171,51 @@ class Loaded(_message.Message):
     def __init__(self, id: _Optional[int] = ..., from_store: _Optional[int] = ..., local: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "queued_tokens")
+    __slots__ = ("running", "waiting", "kv_usage", "queued_tokens", "handoffs")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_usage: float
     queued_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., queued_tokens: _Optional[int] = ...) -> None: ...
+    handoffs: _containers.RepeatedCompositeFieldContainer[Handoff]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., handoffs: _Optional[_Iterable[_Union[Handoff, _Mapping]]] = ...) -> None: ...
+
+class Handoff(_message.Message):
+    __slots__ = ("request_id", "stage", "boundary", "tokens", "age", "took", "state", "outcome", "ranks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    TOOK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    stage: str
+    boundary: str
+    tokens: int
+    age: float
+    took: float
+    state: str
+    outcome: str
+    ranks: _containers.RepeatedCompositeFieldContainer[RankProgress]
+    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., boundary: _Optional[str] = ..., tokens: _Optional[int] = ..., age: _Optional[float] = ..., took: _Optional[float] = ..., state: _Optional[str] = ..., outcome: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ...) -> None: ...
+
+class RankProgress(_message.Message):
+    __slots__ = ("rank", "state", "bytes", "seconds", "failure")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    state: str
+    bytes: int
+    seconds: float
+    failure: str
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...

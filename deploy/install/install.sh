@@ -32,6 +32,7 @@ venv=$root/.venv
 
 sh "$here/system_libraries.sh"
 sh "$here/etcd.sh" "$venv/opt"
+[ "$dev" = no ] || sh "$here/test_tools.sh"
 
 # A stamp for each of the two sets: dev holds all that serving needs as well.
 digest() { (echo "$device" && cat pyproject.toml requirements/*.lock "$here"/*.sh) | sha256sum | cut -d' ' -f1; }

@@ -114,6 +114,10 @@ class Publisher:
         self.index = CheckpointIndex(geometry)
         self.budget = Budget(config.store.segment_bytes, config.checkpoint_limit)
         self.keeper = Keeper(ledger, pool, self.index, self.budget, background)
+        HANDOFF.owns("checkpoint", lambda: len(self.budget.checkpoints))
+        HANDOFF.owns("pending", lambda: self._pending)
+        HANDOFF.store(lambda: self.budget.used, self.budget.capacity)
+        self._pending = 0
         self.lease = 0
         self._counter = count(1)
 
@@ -180,6 +184,8 @@ class Publisher:
                 self.index.remove(chain[-1].id)
                 chain, record = (), replace(record, base=0, parents=())
                 opening = self._open(record)
+        HANDOFF.opened()
+        self._pending += 1
         return Publication(record, chain, cache_salt, room.spacing, opening, time.monotonic())
 
     async def _room(self, base: int, end: int, spacing: int) -> _Room | None:
@@ -246,6 +252,7 @@ class Publisher:
 
     async def commit(self, publication: Publication, links: Sequence[BoundaryRecord]) -> Committed:
         """Make the links visible. Raises LedgerError, ConnectionError and what the opening raised."""
+        HANDOFF.written()
         await publication.opening
         opened = publication.record.id
         left, copies, beside = list(links), list[BoundaryRecord](), False
@@ -277,6 +284,8 @@ class Publisher:
         return Committed(tuple(left), tuple(copies))
 
     def _account(self, publication: Publication, links: Sequence[BoundaryRecord]) -> None:
+        self._pending -= 1
+        HANDOFF.committed(bool(links))
         checkpoints = [link for link in links if link.reusable]
         self.index.add(checkpoints)
         for record in checkpoints:
@@ -297,6 +306,7 @@ class Publisher:
         publication.opening.exception()
         keys = [entry.key for entry in outcome.objects()] if outcome is not None else []
         name = str(publication.epoch)
+        self._pending -= 1
         records = [publication.record, *publication.attempted]
         await self.keeper.give_back(records, keys, lambda: self.budget.free(name))
 

@@ -18,7 +18,15 @@ Listener = Callable[..., None]
     "restored"        key, tokens, list[RankReport]    every rank reported a load; tokens: restored, 0 after a failure
 """
 
+Watcher = Callable[..., None]
+"""The same for what is only to be looked at (deltaserve/telemetry/progress.py).
+
+    "sent"            key, ranks                       a job of a publish or load went out to so many ranks
+    "reported"        key, list[RankReport]            ranks have reported a job
+"""
+
 _listeners: dict[str, Listener] = {}
+_watchers: dict[str, Watcher] = {}
 
 
 def listen(worker_id: str, listener: Listener | None) -> None:
@@ -34,3 +42,18 @@ def emit(worker_id: str, name: str, key: str, *args: Any) -> None:
     listener = _listeners.get(worker_id)
     if listener is not None:
         listener(name, key, *args)
+
+
+def watch(worker_id: str, watcher: Watcher | None) -> None:
+    """Register (or with None remove) who looks on."""
+    if watcher is None:
+        _watchers.pop(worker_id, None)
+    else:
+        _watchers[worker_id] = watcher
+
+
+def show(worker_id: str, name: str, key: str, *args: Any) -> None:
+    """Tell who looks on at `worker_id`, if anybody does."""
+    watcher = _watchers.get(worker_id)
+    if watcher is not None:
+        watcher(name, key, *args)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from deltaserve.telemetry import HANDOFF
+
 
 class Pins:
     """The pinned blocks of every link that is out, by the link's name; used on the engine thread only."""
@@ -49,8 +51,10 @@ class Pins:
         ]
         self._manager.block_pool.touch(blocks)
         self._blocks[name] = blocks
+        HANDOFF.pinned(len(blocks))
 
     def unpin(self, name: Hashable) -> None:
         """Give the blocks back, the last first, as vLLM frees a request's."""
         blocks = self._blocks.pop(name)
         self._manager.block_pool.free_blocks(reversed(blocks))
+        HANDOFF.pinned(-len(blocks))
