@@ -6,11 +6,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 THRESHOLD = 3
 """Failures in a row before a worker is left out."""
 FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 10.0
+
+
+class Named(Protocol):
+    """A worker."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+
+W = TypeVar("W", bound=Named)
 
 
 @dataclass
@@ -30,6 +41,10 @@ class Cooldown:
         """True unless the worker is being left out."""
         record = self._records.get(worker_id)
         return record is None or self._clock() >= record.until
+
+    def allowed(self, workers: list[W]) -> list[W]:
+        """Those workers that are not being left out."""
+        return [w for w in workers if self.allows(w.worker_id)] if self._records else workers
 
     def failed(self, worker_id: str) -> None:
         """The worker failed once more."""

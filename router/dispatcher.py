@@ -44,19 +44,12 @@ from deltaserve.wire import worker_pb2 as pb
 from router import policy
 from router.admission import PROMPT_SEEN
 from router.books import Books
+from router.chooser import Chooser
 from router.cooldown import Cooldown
 from router.flight import Boundary, Flight, Stage
 from router.metrics import Metrics
 from router.outbox import Outbox
-from router.placement import (
-    ANSWER_TOKENS,
-    HANDOVER_FAILED,
-    Facts,
-    InvalidPlacement,
-    least_outstanding,
-    local_reason,
-    parse_override,
-)
+from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
 from router.recovery import Recovery
 from router.roster import Roster
 from router.trace import Trace, TraceRing, response_id
@@ -85,6 +78,7 @@ class Dispatcher:
         self._legs = count(1)
         self._cooldown = Cooldown()
         self.policy = policy.make(config.policy, config.handover_min_tokens)
+        self._chooser = Chooser(self.policy, self.roster, self._cooldown)
         self._outbox = Outbox()
         self._books = Books(self.roster, self.metrics, self._outbox)
         self._recovery = Recovery(
@@ -189,34 +183,13 @@ class Dispatcher:
     # ---- placing
 
     def _place(self, flight: Flight) -> None:
-        decodes = self.roster.decodes(flight.failed_workers)
-        first = least_outstanding(decodes)
-        if first is None:
+        choice = self._chooser.choose(flight)
+        if choice is None:
             self._wait(flight)
-            return
-        digest = first.description.model_digest
-        decodes = [worker for worker in decodes if worker.description.model_digest == digest]
-        facts = Facts(flight.prompt_tokens, flight.prompt_logprobs, flight.placement)
-        failed = flight.local_reason if flight.local_reason in HANDOVER_FAILED else ""
-        reason = failed or local_reason(facts) or ""
-        able: list[WorkerLink] = []
-        if not reason and flight.boundary is None:
-            able = [p for p in self.roster.ready("prefill") if p.description.model_digest == digest]
-        prefills = [worker for worker in able if self._cooldown.allows(worker.worker_id)]
-        forced = bool(reason) or flight.boundary is not None or flight.placement == "handover"
-        flight.prompt.state_bytes = first.state_bytes_of(flight.prompt_tokens - 1)
-        choice = self.policy.choose(flight.prompt, decodes, prefills, forced)
-        assert choice is not None, "there is a decode worker"
-        if choice.prefill is not None:
-            flight.trace.why = choice.why
+        elif choice.prefill is not None:
             self._prefill(flight, choice.prefill, choice.decode)
-            return
-        if flight.boundary is None:
-            if not reason:
-                reason = "prefill_failed" if able and not prefills else choice.reason
-            flight.local_reason = reason
-            flight.trace.why = choice.why
-        self._decode(flight, choice.decode)
+        else:
+            self._decode(flight, choice.decode)
 
     def _wait(self, flight: Flight) -> None:
         """Keep a request that no decode worker can take now, for at most `worker_wait` seconds."""

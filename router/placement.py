@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request goes: hand over or prefill on the decode worker, and which worker of a role.
+"""Whether a request may be handed over, and what clients may say about it: plain facts, no workers.
 
-Pure decisions over plain facts; the dispatcher carries them out.
+Which workers it goes to is chosen by a policy (policy/), under the conditions in chooser.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 Placement = Literal["auto", "handover", "local"]
 
@@ -57,27 +56,6 @@ def local_reason(facts: Facts) -> LocalReason | None:
     if facts.placement == "local":
         return "policy"
     return None
-
-
-class Loaded(Protocol):
-    """A worker that work can be given to."""
-
-    outstanding: int
-
-    @property
-    def worker_id(self) -> str: ...
-
-
-W = TypeVar("W", bound=Loaded)
-
-
-def least_outstanding(workers: Iterable[W], exclude: Collection[str] = ()) -> W | None:
-    """The worker with the fewest outstanding tokens that is not excluded; ties go to the smaller id."""
-    return min(
-        (w for w in workers if w.worker_id not in exclude),
-        key=lambda w: (w.outstanding, w.worker_id),
-        default=None,
-    )
 
 
 class InvalidPlacement(ValueError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from deltaserve.config import Role
@@ -23,6 +24,20 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 WATCH_PAUSE = 1.0
 
 
+@dataclass(frozen=True)
+class Team:
+    """The workers of one model that take new requests."""
+
+    prefills: list[WorkerLink]
+    decodes: list[WorkerLink]
+
+    def decodes_but(self, excluded: Collection[str]) -> list[WorkerLink]:
+        """The decode workers that are not excluded."""
+        if not excluded:
+            return self.decodes
+        return [link for link in self.decodes if link.worker_id not in excluded]
+
+
 class Roster:
     """Keeps the links in step with the register. `start` and `close` frame its life."""
 
@@ -34,6 +49,7 @@ class Roster:
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._decode_up = asyncio.Event()
+        self._teams: list[Team] | None = None
         self.on_change: Callable[[], None] = lambda: None
         """Called when workers have come or gone."""
         self.view: View | None = None
@@ -59,7 +75,18 @@ class Roster:
 
     def decodes(self, excluded: Collection[str] = ()) -> list[WorkerLink]:
         """Decode workers that take new requests and are not excluded."""
-        return [link for link in self.ready("decode") if link.worker_id not in excluded]
+        return [link for team in self.teams() for link in team.decodes_but(excluded)]
+
+    def teams(self) -> list[Team]:
+        """The workers that take new requests, by model; made anew only when one has come, gone or changed."""
+        if self._teams is None:
+            found: dict[str, Team] = {}
+            for role in ROLES:
+                for link in self.ready(role):
+                    team = found.setdefault(link.member.model_digest, Team([], []))
+                    (team.prefills if role == "prefill" else team.decodes).append(link)
+            self._teams = list(found.values())
+        return self._teams
 
     async def wait_decode(self, timeout: float) -> bool:
         """True as soon as a decode worker takes requests; False after `timeout` seconds without one."""
@@ -73,6 +100,7 @@ class Roster:
 
     def changed(self) -> None:
         """Recompute what depends on the links' states; links' owners call it after an up or a down."""
+        self._teams = None
         if self.ready("decode"):
             self._decode_up.set()
         else:
@@ -171,6 +199,7 @@ class Roster:
 
     def _drop(self, link: WorkerLink) -> None:
         self._links.pop(link.worker_id, None)
+        self._teams = None
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

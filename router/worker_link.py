@@ -62,6 +62,7 @@ class WorkerLink:
 
     def __init__(self, member: Member, events: LinkEvents) -> None:
         self.member = member
+        self.worker_id = member.worker_id
         self.description = pb.WorkerDescription()
         self.load = pb.WorkerLoad()
         self.legs: dict[int, Flight] = {}
@@ -82,10 +83,6 @@ class WorkerLink:
         self._releases: list[str] = []
         self._call: Any = None
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def worker_id(self) -> str:
-        return self.member.worker_id
 
     @property
     def running(self) -> int:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, Protocol, TypeVar
@@ -17,8 +16,10 @@ PREFIX_UNIT = 256
 """Tokens: prefixes are compared at multiples of it."""
 MAX_UNITS = 512
 """Longest prefix that is compared, in units."""
+_SEED = secrets.randbits(61)
 STATE_TOKEN_BYTES = 64 << 10
 """State held for others counts as work: so many bytes as one token."""
+_TOKENS_PER_BYTE = 1 / STATE_TOKEN_BYTES
 
 
 class Worker(Protocol):
@@ -49,7 +50,7 @@ class Prompt:
     answer_tokens: int = 0
     state_bytes: int = 0
     """Bytes of its boundary; 0: not known."""
-    _prefixes: tuple[bytes, ...] | None = field(default=None, repr=False)
+    _digests: list[int] = field(default_factory=list, repr=False)
 
     @property
     def length(self) -> int:
@@ -57,17 +58,34 @@ class Prompt:
         return len(self.tokens)
 
     @property
-    def prefixes(self) -> tuple[bytes, ...]:
-        """Digests of its prefixes of 1, 2, 3 ... units, with the salt; computed once."""
-        if self._prefixes is None:
-            words = array("I", self.tokens[: MAX_UNITS * PREFIX_UNIT])
-            running = hashlib.blake2b(self.cache_salt.encode(), digest_size=16)
-            found = []
-            for end in range(PREFIX_UNIT, len(words) + 1, PREFIX_UNIT):
-                running.update(words[end - PREFIX_UNIT : end].tobytes())
-                found.append(running.digest())
-            self._prefixes = tuple(found)
-        return self._prefixes
+    def units(self) -> int:
+        """How many of its prefixes are compared."""
+        return min(len(self.tokens) // PREFIX_UNIT, MAX_UNITS)
+
+    def prefix(self, number: int) -> int:
+        """Digest of its first `number` units, with the salt: 64 bits, good in this process only.
+
+        Computed as far as it is asked for, and once: most prompts are known to nobody beyond a short beginning. Two
+        prompts with the same digest would cost a detour and nothing else, so it need not be a cryptographic one;
+        Python's own is seeded here, so that nobody can look for such prompts.
+        """
+        digests = self._digests
+        while len(digests) < number:
+            end = (len(digests) + 1) * PREFIX_UNIT
+            before = digests[-1] if digests else hash((_SEED, self.cache_salt))
+            digests.append(hash((before, hash(tuple(self.tokens[end - PREFIX_UNIT : end])))))
+        return digests[number - 1]
+
+    @property
+    def prefixes(self) -> Sequence[int]:
+        """Digests of its prefixes of 1, 2, 3 ... units."""
+        if units := self.units:
+            self.prefix(units)
+        return self._digests
+
+    def followed_by(self, answer: Sequence[int]) -> Prompt:
+        """The prompt with its answer, as a worker holds it at the end; what is digested of it is not digested again."""
+        return Prompt([*self.tokens, *answer], self.cache_salt, _digests=self._digests.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +137,20 @@ class Policy(Observer, ABC):
         """
 
 
-def work(worker: Worker) -> float:
-    """What a worker has to do, in tokens."""
-    return worker.outstanding + worker.state_bytes / STATE_TOKEN_BYTES
+def works(workers: Sequence[Worker]) -> list[float]:
+    """What each worker has to do, in tokens.
+
+    Lists rather than a function of a worker, here and in `lowest`: a thousand workers are priced within a millisecond.
+    """
+    return [worker.outstanding + worker.state_bytes * _TOKENS_PER_BYTE for worker in workers]
 
 
-def lowest(workers: Sequence[W], price: Callable[[W], float]) -> tuple[W | None, float]:
+def lowest(workers: Sequence[W], prices: Sequence[float]) -> tuple[W | None, float]:
     """The worker with the lowest price, and that; ties go to the smaller id. (None, inf) among none."""
-    best, best_price = None, inf
-    for worker in workers:
-        found = price(worker)
-        if found < best_price or (found == best_price and best and worker.worker_id < best.worker_id):
-            best, best_price = worker, found
-    return best, best_price
+    if not workers:
+        return None, inf
+    price = min(prices)
+    if prices.count(price) == 1:
+        return workers[prices.index(price)], price
+    ties = (worker for worker, other in zip(workers, prices, strict=True) if other == price)
+    return min(ties, key=lambda worker: worker.worker_id), price

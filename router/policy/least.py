@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy.base import Choice, Policy, Prompt, W, lowest, work
+from router.policy.base import Choice, Policy, Prompt, W, lowest, works
 
 
 class Least(Policy):
@@ -16,11 +16,11 @@ class Least(Policy):
     def choose(
         self, prompt: Prompt, decodes: Sequence[W], prefills: Sequence[W], forced: bool = False
     ) -> Choice[W] | None:
-        decode, _ = lowest(decodes, work)
+        decode, _ = lowest(decodes, works(decodes))
         if decode is None:
             return None
         if not forced and prompt.length < self.handover_min_tokens:
             why = f"{prompt.length} tokens are fewer than {self.handover_min_tokens}"
             return Choice(decode, None, why, "short_prompt")
-        prefill, _ = lowest(prefills, work)
+        prefill, _ = lowest(prefills, works(prefills))
         return Choice(decode, prefill, "least outstanding work")

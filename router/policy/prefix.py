@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from router.policy.base import Choice, Policy, Prompt, W, lowest, work
-from router.policy.warmth import Warmth
+from router.policy.base import Choice, Policy, Prompt, W, lowest, works
+from router.policy.warmth import Warmth, warmest
 
 
 class PrefixAware(Policy):
@@ -23,17 +23,20 @@ class PrefixAware(Policy):
     ) -> Choice[W] | None:
         warm = self.warmth.tokens(prompt)
 
-        def left(worker: W) -> float:
-            return work(worker) - warm.get(worker.worker_id, 0)
+        def left(workers: Sequence[W]) -> list[float]:
+            prices = works(workers)
+            for number, held in warmest(workers, warm):
+                prices[number] -= held
+            return prices
 
-        decode, _ = lowest(decodes, left)
+        decode, _ = lowest(decodes, left(decodes))
         if decode is None:
             return None
         here = prompt.length - warm.get(decode.worker_id, 0)
         if not forced and here < self.handover_min_tokens:
             why = f"{decode.worker_id} lacks {here} of {prompt.length} tokens"
             return Choice(decode, None, why, "warm_prefix" if here < prompt.length else "short_prompt")
-        prefill, _ = lowest(prefills, left)
+        prefill, _ = lowest(prefills, left(prefills))
         if prefill is None:
             return Choice(decode, None, "no prefill worker")
         there = prompt.length - warm.get(prefill.worker_id, 0)
@@ -46,7 +49,7 @@ class PrefixAware(Policy):
         self.warmth.add(worker_id, prompt)
 
     def ended(self, worker_id: str, prompt: Prompt, answer: Sequence[int]) -> None:
-        self.warmth.add(worker_id, Prompt((*prompt.tokens, *answer), prompt.cache_salt))
+        self.warmth.add(worker_id, prompt.followed_by(answer))
 
     def gone(self, worker_ids: Collection[str]) -> None:
         self.warmth.forget(worker_ids)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy.base import STATE_TOKEN_BYTES, Choice, Prompt, W, lowest, work
+from router.policy.base import Choice, Prompt, W, lowest, works
 from router.policy.costs import Line
 from router.policy.prefix import PrefixAware
+from router.policy.warmth import warmest
 
 INTERFERENCE = 0.25
 """How much dearer a second of prefill is on a decode worker for each answer that it interrupts."""
@@ -38,29 +39,29 @@ class Price(PrefixAware):
     def choose(
         self, prompt: Prompt, decodes: Sequence[W], prefills: Sequence[W], forced: bool = False
     ) -> Choice[W] | None:
-        warm, length = self.warmth.tokens(prompt).get, prompt.length
-        local, away, per_byte = self.local, self.prefill, 1 / STATE_TOKEN_BYTES
-
-        # A thousand workers are priced within a millisecond, so the formulas stand here in full.
-        def here(worker: W) -> float:
-            queue = (worker.outstanding + worker.state_bytes * per_byte) * local.slope
-            own = local.fixed + local.slope * (length - warm(worker.worker_id, 0))
-            return queue + own * (1 + INTERFERENCE * worker.running)
-
-        def there(worker: W) -> float:
-            queue = (worker.outstanding + worker.state_bytes * per_byte) * away.slope
-            return queue + away.fixed + away.slope * (length - warm(worker.worker_id, 0))
-
-        decode, cost_here = lowest(decodes, here)
-        if decode is None:
+        if not decodes:
             return None
-        prefill, cost_there = lowest(prefills, there)
-        if prefill is None:
-            return Choice(decode, None, "no prefill worker")
+        warm, length, slope = self.warmth.tokens(prompt), prompt.length, self.local.slope
+        busy, own = works(decodes), self.local(length)
+        costs = [
+            tokens * slope + own * (1 + INTERFERENCE * worker.running)
+            for tokens, worker in zip(busy, decodes, strict=True)
+        ]
+        for number, held in warmest(decodes, warm):
+            costs[number] -= slope * held * (1 + INTERFERENCE * decodes[number].running)
+        decode, cost_here = lowest(decodes, costs)
         # Who reads a boundary needs nothing of the prompt: the store brings all of it.
-        reader, queued = lowest(decodes, work)
+        reader, queued = lowest(decodes, busy)
+        assert decode is not None
         assert reader is not None
-        cost_there += self.move(prompt.state_bytes) + queued * local.slope
+        if not prefills:
+            return Choice(decode, None, "no prefill worker")
+        away, all_of_it = self.prefill.slope, self.prefill(length)
+        costs = [tokens * away + all_of_it for tokens in works(prefills)]
+        for number, held in warmest(prefills, warm):
+            costs[number] -= away * held
+        prefill, cost_there = lowest(prefills, costs)
+        cost_there += self.move(prompt.state_bytes) + queued * slope
         if not forced and cost_here <= cost_there:
             why = f"here {cost_here:.3f} s, handed over {cost_there:.3f} s"
             return Choice(decode, None, why, "cheaper_here")

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from router.cooldown import FIRST_SECONDS, LONGEST_SECONDS, THRESHOLD, Cooldown
-from router.placement import Facts, InvalidPlacement, least_outstanding, local_reason, parse_override
+from router.placement import Facts, InvalidPlacement, local_reason, parse_override
 from router.trace import Trace, TraceRing, response_id
 
 
@@ -25,19 +24,6 @@ from router.trace import Trace, TraceRing, response_id
 )
 def test_placement(facts: Facts, reason: str | None) -> None:
     assert local_reason(facts) == reason
-
-
-@dataclass
-class Worker:
-    worker_id: str
-    outstanding: int
-
-
-def test_least_outstanding() -> None:
-    workers = [Worker("b", 5), Worker("a", 5), Worker("c", 1)]
-    assert least_outstanding(workers).worker_id == "c"
-    assert least_outstanding(workers, {"c"}).worker_id == "a"
-    assert least_outstanding(workers, {"a", "b", "c"}) is None
 
 
 @pytest.mark.parametrize("value", [None, {}])

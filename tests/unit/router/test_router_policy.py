@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 from vllm.v1.engine import FinishReason
 
-from router.policy import POLICIES, Prompt, make
-from router.policy.base import PREFIX_UNIT, STATE_TOKEN_BYTES
+from router.policy import POLICIES, Choice, Policy, Prompt, make
+from router.policy.base import PREFIX_UNIT, STATE_TOKEN_BYTES, W, lowest, works
 from router.policy.costs import Line
+from router.policy.least import Least
 from router.policy.prefix import PrefixAware
 from router.policy.price import Price
 from router.policy.warmth import Warmth
@@ -77,6 +80,64 @@ def test_state_that_is_held_counts_as_work() -> None:
     assert choice.decode.worker_id == "d1"
 
 
+# ---- least
+
+
+def test_the_lowest_price_and_ties() -> None:
+    workers = [Worker("b", 5), Worker("a", 5), Worker("c", 9)]
+    assert lowest(workers, works(workers)) == (workers[1], 5)
+    assert lowest(workers[::-1], works(workers[::-1])) == (workers[1], 5)
+    assert lowest([], []) == (None, inf)
+
+
+def misplaced(policy: Policy) -> int:
+    """Of many decisions, those that did not go to the workers with the least to do."""
+    noise, wrong = random.Random(5), 0
+    for _ in range(200):
+        decodes, prefills = (
+            [
+                Worker(f"{role}{i}", noise.randrange(5000), noise.randrange(3000) * STATE_TOKEN_BYTES)
+                for i in noise.sample(range(9), noise.randrange(1, 9))
+            ]
+            for role in "dp"
+        )
+        choice = policy.choose(prompt(500), decodes, prefills, True)
+        assert choice is not None
+        assert choice.prefill is not None
+        for chosen, workers in ((choice.decode, decodes), (choice.prefill, prefills)):
+            wrong += works([chosen])[0] > min(works(workers))
+    return wrong
+
+
+class Careless(Least):
+    """The control: looks at tokens only, and forgets the state that a worker holds."""
+
+    def choose(
+        self, prompt: Prompt, decodes: Sequence[W], prefills: Sequence[W], forced: bool = False
+    ) -> Choice[W] | None:
+        decode, _ = lowest(decodes, [worker.outstanding for worker in decodes])
+        prefill, _ = lowest(prefills, [worker.outstanding for worker in prefills])
+        return None if decode is None else Choice(decode, prefill, "")
+
+
+class First(Least):
+    """The control: whoever comes first."""
+
+    def choose(
+        self, prompt: Prompt, decodes: Sequence[W], prefills: Sequence[W], forced: bool = False
+    ) -> Choice[W] | None:
+        return Choice(decodes[0], prefills[0], "")
+
+
+def test_least_is_the_least() -> None:
+    assert misplaced(Least(256)) == 0
+
+
+@pytest.mark.parametrize("careless", [Careless, First])
+def test_a_policy_that_looks_elsewhere_is_found_out(careless: type[Least]) -> None:
+    assert misplaced(careless(256)) > 50
+
+
 # ---- warmth
 
 
@@ -87,7 +148,47 @@ def test_prefixes_carry_the_salt_and_everything_before_them() -> None:
     changed = [*range(3 * PREFIX_UNIT)]
     changed[0] += 1
     assert not set(one) & set(Prompt(changed).prefixes)
-    assert prompt(PREFIX_UNIT - 1).prefixes == ()
+    assert not prompt(PREFIX_UNIT - 1).prefixes
+
+
+def test_no_more_is_digested_than_somebody_may_hold() -> None:
+    warmth, cold = Warmth(), prompt(20 * PREFIX_UNIT)
+    assert warmth.tokens(cold) == {}
+    assert len(cold._digests) == 1
+    warmth.add("a", prompt(3 * PREFIX_UNIT))
+    assert warmth.tokens(cold) == {"a": 3 * PREFIX_UNIT}
+    assert len(cold._digests) == 4
+    assert len(cold.prefixes) == 20, "and all of it when it is wanted"
+
+
+def test_an_answer_is_digested_from_the_prompt_on() -> None:
+    whole, one = range(5 * PREFIX_UNIT), prompt(2 * PREFIX_UNIT + 7)
+    one.prefix(1)
+    assert one.followed_by(whole[2 * PREFIX_UNIT + 7 :]).prefixes == Prompt(whole).prefixes
+    assert len(one._digests) == 1, "the prompt's own stay as they were"
+
+
+def test_warmth_is_what_a_search_of_everything_finds() -> None:
+    """Against the plain definition, while prompts share beginnings and old ones are forgotten."""
+    noise, warmth = random.Random(7), Warmth(capacity=12)
+    beginnings = [[noise.randrange(1000) for _ in range(6 * PREFIX_UNIT)] for _ in range(3)]
+
+    def some() -> Prompt:
+        shared = noise.choice(beginnings)[: noise.randrange(7) * PREFIX_UNIT]
+        return Prompt([*shared, *(noise.randrange(1000) for _ in range(noise.randrange(700)))])
+
+    deep = 0
+    for _ in range(400):
+        warmth.add(noise.choice("abcde"), some())
+        wanted = some()
+        plain = {
+            worker: max(n for n, prefix in enumerate(wanted.prefixes, 1) if prefix in held) * PREFIX_UNIT
+            for worker, held in warmth._of_worker.items()
+            if any(prefix in held for prefix in wanted.prefixes)
+        }
+        assert warmth.tokens(wanted) == plain
+        deep += len(set(plain.values())) > 1
+    assert deep > 50, "the control: workers held different lengths"
 
 
 def test_the_longest_prefix_of_each_worker() -> None:
