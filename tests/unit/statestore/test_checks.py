@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from statestore.connector.checks import VerificationFailed, check_digest, check_heads, check_rows, check_table
+from statestore.connector.checks import VerificationFailed, check_table
 from statestore.digest import unit_digest
 from statestore.geometry import DTYPE_BYTES, Geometry
 from statestore.reshard import head_bytes, row_bytes
 from tests.property.reshard_cases import geometry
 from tests.property.reshard_reference import World
+from tests.support.state_checks import check_digest, check_heads, check_rows
 
 NAN = {
     "float32": b"\x00\x00\xc0\x7f",

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from statestore.connector import proofs
-from statestore.connector.checks import VerificationFailed, check_heads, check_rows
+from statestore.connector.checks import VerificationFailed
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.digest import unit_digest
 from statestore.reshard import Unit, head_bytes, row_bytes
 from tests.property.reshard_cases import geometry
+from tests.support.state_checks import check_heads, check_rows
 
 G = geometry(tp=2, head_v=4, kda_layers=(0, 1, 2, 4, 5), mla_layers=(3, 6))
 HEADS = 3
