@@ -9,9 +9,10 @@ up. Threads are daemons: one that never comes back does not keep the process fro
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -74,6 +75,21 @@ class BoundedCalls:
         first, last = extent(buffer)
         with self._changed:
             return any(first < end and start < last for job in self._late for start, end in job.buffers)
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """Work of the caller's own that counts as a call that runs: `drained` and `close` wait for it."""
+        job = _Job(lambda: None, ())
+        with self._changed:
+            if self._closed:
+                raise PoolClosed(f"{what}: the pool has been closed")
+            self._running.add(job)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running.discard(job)
+                self._changed.notify_all()
 
     def drained(self) -> Callable[[], bool]:
         """A question: have all calls that run at this moment ended?"""

@@ -32,6 +32,7 @@ from statestore.pool import (
     PoolFull,
     PoolMissing,
     PoolUnavailable,
+    Reservation,
     extent,
 )
 
@@ -187,26 +188,45 @@ class Client:
 
     def start(self, key: str, nbytes: int, preferred_segment: str) -> int:
         """Begin a put session: reserve the bytes, hard-pinned, one replica."""
-        replicate = self._replicate()
-        replicate.replica_num = 1
-        replicate.with_hard_pin = True
-        replicate.preferred_segment = preferred_segment.partition("@")[0]
-        return int(self._store.batch_put_session_start([key], [nbytes], replicate)[0])
+        return self.start_all([Reservation(key, nbytes, preferred_segment)])[0]
+
+    def start_all(self, wanted: Sequence[Reservation]) -> list[int]:
+        """Begin several, one call a segment; one code a key."""
+        codes: dict[str, int] = {}
+        for segment in dict.fromkeys(one.preferred_segment for one in wanted):
+            replicate = self._replicate()
+            replicate.replica_num = 1
+            replicate.with_hard_pin = True
+            replicate.preferred_segment = segment.partition("@")[0]
+            those = [one for one in wanted if one.preferred_segment == segment]
+            keys = [one.key for one in those]
+            found = self._store.batch_put_session_start(keys, [one.nbytes for one in those], replicate)
+            codes.update(zip(keys, map(int, found), strict=True))
+        return [codes[one.key] for one in wanted]
 
     def write(self, key: str, pieces: Pieces) -> int:
         """Write ranges inside a put session; returns bytes."""
-        return int(
-            self._store.batch_put_from_multi_buffer_ranges(
-                [key],
-                [[extent(buffer)[0] for _, buffer in pieces]],
-                [[buffer.nbytes for _, buffer in pieces]],
-                [[offset for offset, _ in pieces]],
-            )[0]
+        return self.write_all([(key, pieces)])[0]
+
+    def write_all(self, parts: Sequence[tuple[str, Pieces]]) -> list[int]:
+        """Write ranges inside several put sessions; bytes or a code a key."""
+        if not parts:
+            return []
+        done = self._store.batch_put_from_multi_buffer_ranges(
+            [key for key, _ in parts],
+            [[extent(buffer)[0] for _, buffer in pieces] for _, pieces in parts],
+            [[buffer.nbytes for _, buffer in pieces] for _, pieces in parts],
+            [[offset for offset, _ in pieces] for _, pieces in parts],
         )
+        return [int(count) for count in done]
 
     def end(self, key: str) -> int:
         """End a put session; the object is readable from here."""
-        return int(self._store.batch_put_session_end([key])[0])
+        return self.end_all([key])[0]
+
+    def end_all(self, keys: Sequence[str]) -> list[int]:
+        """End several; one code a key."""
+        return [int(code) for code in self._store.batch_put_session_end(list(keys))]
 
     def revoke(self, key: str) -> int:
         """End a put session without an object."""
@@ -219,6 +239,24 @@ class Client:
         # An empty answer is a missing object as well as a master that is away.
         code = self.size(key)
         return code if code < 0 else MISSING
+
+    def replicas(self, keys: Sequence[str]) -> dict[str, tuple[int, str]]:
+        """(bytes, endpoint) of those of the objects that are there, in one call."""
+        found = self._store.batch_get_replica_desc(list(keys))
+        buffers = {key: _in_memory(replicas) for key, replicas in found.items()}
+        return {
+            key: (int(of_key[0].size), str(of_key[0].transport_endpoint))
+            for key, of_key in buffers.items()
+            if of_key
+        }
+
+    def local(self, keys: Sequence[str]) -> dict[str, Bytes]:
+        """Those of the objects that lie in the memory that this client lends, in one call; see `_home`."""
+        if self._lent[0] == self._lent[1]:
+            return {}
+        found = self._store.batch_get_replica_desc(list(keys))
+        homes = {key: self._home(_in_memory(replicas)) for key, replicas in found.items()}
+        return {key: home for key, home in homes.items() if home is not None}
 
     def read_whole(self, key: str, buffers: Sequence[Bytes]) -> int:
         """Read an object into buffers that follow one another; returns bytes."""
@@ -261,19 +299,22 @@ class Client:
 
     def _memory_replicas(self, key: str) -> list[Any]:
         """Buffer descriptors of the replicas in memory."""
-        replicas = self._store.get_replica_desc(key)
-        return [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]
+        return _in_memory(self._store.get_replica_desc(key))
 
     def _local(self, key: str) -> Bytes | None:
-        """The object's bytes where they lie, when that is in the memory that this client lends.
+        """The object's bytes where they lie, when that is in the memory that this client lends; see `_home`."""
+        if self._lent[0] == self._lent[1]:
+            return None
+        return self._home(self._memory_replicas(key))
+
+    def _home(self, buffers: Sequence[Any]) -> Bytes | None:
+        """The bytes of the first of these buffers that lies in the memory that this client lends.
 
         Another process may have had the same endpoint before, so the address is compared too. As with the library's
         own reads, what lies there may be another object's by the time it is read, if the object is being removed.
         """
         first, last = self._lent
-        if first == last:
-            return None
-        for buffer in self._memory_replicas(key):
+        for buffer in buffers:
             address, nbytes = int(buffer.buffer_address), int(buffer.size)
             at_home = str(buffer.transport_endpoint) == self._endpoint
             if at_home and first <= address and address + nbytes <= last:
@@ -300,6 +341,11 @@ class Client:
         with contextlib.suppress(Exception):
             if self._leaves:
                 self._store.close()
+
+
+def _in_memory(replicas: Sequence[Any]) -> list[Any]:
+    """Buffer descriptors of those replicas that lie in memory."""
+    return [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]
 
 
 class _Memory:

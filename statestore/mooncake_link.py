@@ -23,7 +23,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -158,6 +158,12 @@ class Link:
                 return result
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause *= 2
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """While this lasts the memory that is lent stays mapped, whatever becomes of the client."""
+        with self._calls.inside(what):
+            yield
 
     def suspect(self) -> None:
         """Have the store looked at, and `on_well` run after that."""

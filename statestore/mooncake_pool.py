@@ -22,8 +22,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from deltaserve.config import StoreConfig
@@ -35,6 +36,7 @@ from statestore.mooncake_client import (
     TRANSFER,
     describe,
     error_of,
+    is_later,
     is_unreachable,
 )
 from statestore.mooncake_link import Link
@@ -47,7 +49,6 @@ from statestore.pool import (
     PoolError,
     PoolFull,
     PoolMissing,
-    PoolUnavailable,
     Reservation,
     SizeMismatch,
 )
@@ -133,22 +134,37 @@ class MooncakePool(Pool):
     def reserve(
         self, key: str, nbytes: int, preferred_segment: str = "", timeout: float | None = None
     ) -> Reservation:
-        _check_key(key)
-        if nbytes <= 0:
-            raise ValueError(f"nbytes: {nbytes} must be positive")
+        reservation = Reservation(key, nbytes, preferred_segment)
+        self.reserve_all([reservation], timeout)
+        return reservation
+
+    def reserve_all(self, wanted: Sequence[Reservation], timeout: float | None = None) -> None:
+        for one in wanted:
+            _check_key(one.key)
+            if one.nbytes <= 0:
+                raise ValueError(f"nbytes: {one.nbytes} must be positive")
         self._link.guard("reserve")
-        session = _Session(nbytes)
+        sessions = {one.key: _Session(one.nbytes) for one in wanted}
         with self._lock:
-            if key in self._sessions:
-                raise KeyExists(f"reserve {key}: it is being written by this process", EXISTS)
-            self._sessions[key] = session
+            for key in sessions:
+                if key in self._sessions:
+                    raise KeyExists(f"reserve {key}: it is being written by this process", EXISTS)
+            self._sessions.update(sessions)
+        # Keys under which there may be a session of ours: after a call that came late, any.
+        perhaps = set(sessions)
         try:
-            self._start(key, session, preferred_segment, self._deadline(timeout))
-        except BaseException as error:
-            # After a call that came late the session may exist all the same.
-            self._end(key, session, revoke=isinstance(error, PoolUnavailable))
+            deadline = self._deadline(timeout)
+            work = self._inside(sessions, lambda: self._link.client.start_all(wanted))
+            codes = self._link.run(f"reserve {wanted[0].key}", work, deadline)
+            perhaps = {one.key for one, code in zip(wanted, codes, strict=True) if not code}
+            for one, code in zip(wanted, codes, strict=True):
+                if code:
+                    perhaps |= {one.key} if code != EXISTS else set()
+                    self._start_again(one, sessions[one.key], code, deadline)
+        except BaseException:
+            for key, session in sessions.items():
+                self._end(key, session, revoke=key in perhaps)
             raise
-        return Reservation(key, nbytes, preferred_segment)
 
     def write(self, reservation: Reservation, pieces: Pieces, timeout: float | None = None) -> None:
         key = reservation.key
@@ -157,7 +173,7 @@ class MooncakePool(Pool):
             return
         session = self._session("write", key)
         buffers = [buffer for _, buffer in pieces]
-        work = self._inside(key, session, lambda: self._link.client.write(key, pieces))
+        work = self._inside({key: session}, lambda: self._link.client.write(key, pieces))
         done = self._link.once(f"write {key}", work, self._deadline(timeout) - time.monotonic(), buffers)
         if done != asked:
             raise error_of("write", key, done if done < 0 else TRANSFER)
@@ -169,15 +185,25 @@ class MooncakePool(Pool):
         session = self._session("seal", key)
         if session.written != session.nbytes or session.calls:
             raise SizeMismatch(f"seal {key}: {session.written} of {session.nbytes} bytes have been written")
-        work = self._inside(key, session, lambda: self._link.client.end(key))
+        self._seal(key, session, deadline)
+        return self._placed(reservation, None, deadline)
+
+    def _seal(self, key: str, session: _Session, deadline: float) -> None:
+        work = self._inside({key: session}, lambda: self._link.client.end(key))
         code = self._link.run(f"seal {key}", work, deadline)
         if is_unreachable(code):
             raise error_of("seal", key, code)
         if code:
             raise PoolMissing(f"seal {key}: the reservation has been lost ({describe(code)})", code)
-        found = self._link.run(f"seal {key}", lambda: self._link.client.replica(key), deadline)
-        if isinstance(found, int):
-            raise error_of("seal", key, found)
+
+    def _placed(self, reservation: Reservation, found: tuple[int, str] | None, deadline: float) -> Placement:
+        """Where a sealed object lies; `found`: what has been heard of that already."""
+        key = reservation.key
+        if found is None:
+            answer = self._link.run(f"seal {key}", lambda: self._link.client.replica(key), deadline)
+            if isinstance(answer, int):
+                raise error_of("seal", key, answer)
+            found = answer
         nbytes, endpoint = found
         if nbytes != reservation.nbytes:
             raise SizeMismatch(f"seal {key}: {nbytes} bytes are stored, {reservation.nbytes} were written")
@@ -188,6 +214,47 @@ class MooncakePool(Pool):
         segment = next((name for name in (wanted, self.segment_name) if name.endswith(f"@{endpoint}")), "")
         return Placement(key, nbytes, segment or f"@{endpoint}", preferred)
 
+    def complete(
+        self, last: Sequence[tuple[Reservation, Pieces]], timeout: float | None = None
+    ) -> list[Placement]:
+        deadline = self._deadline(timeout)
+        sessions: dict[str, _Session] = {}
+        asked: dict[str, int] = {}
+        for reservation, pieces in last:
+            key = reservation.key
+            asked[key] = self._check_pieces("write", pieces, reservation.nbytes)
+            session = sessions[key] = self._session("seal", key)
+            if session.written + asked[key] != session.nbytes or session.calls:
+                raise SizeMismatch(
+                    f"seal {key}: {session.written + asked[key]} of {session.nbytes} bytes are written"
+                )
+        parts = [(reservation.key, pieces) for reservation, pieces in last if asked[reservation.key]]
+        keys = list(sessions)
+
+        def call() -> tuple[list[int], list[int], dict[str, tuple[int, str]]]:
+            client = self._link.client
+            done = client.write_all(parts)
+            given_up = any(session.ended for session in sessions.values())
+            if given_up or done != [asked[key] for key, _ in parts]:
+                return done, [], {}
+            codes = client.end_all(keys)
+            return done, codes, {} if any(codes) else client.replicas(keys)
+
+        buffers = [buffer for _, pieces in parts for _, buffer in pieces]
+        work = self._inside(sessions, call)
+        done, codes, found = self._link.once(f"put {keys[0]}", work, deadline - time.monotonic(), buffers)
+        for (key, _), count in zip(parts, done, strict=True):
+            if count != asked[key]:
+                raise error_of("write", key, count if count < 0 else TRANSFER)
+            with self._lock:
+                sessions[key].written += count
+        for key, code in zip(keys, codes, strict=True):
+            if is_later(code) or is_unreachable(code):
+                self._seal(key, sessions[key], deadline)
+            elif code:
+                raise PoolMissing(f"seal {key}: the reservation has been lost ({describe(code)})", code)
+        return [self._placed(reservation, found.get(reservation.key), deadline) for reservation, _ in last]
+
     def cancel(self, reservation: Reservation) -> None:
         with self._lock:
             session = self._sessions.get(reservation.key)
@@ -195,6 +262,15 @@ class MooncakePool(Pool):
             self._end(reservation.key, session, revoke=True)
 
     # ---- reading
+
+    @contextlib.contextmanager
+    def at_home(self, keys: Sequence[str], timeout: float | None = None) -> Iterator[dict[str, Bytes]]:
+        with self._link.inside("locate"):
+            work = partial(self._locate, list(dict.fromkeys(keys)))
+            yield self._link.once("locate", work, self._deadline(timeout) - time.monotonic())
+
+    def _locate(self, keys: list[str]) -> dict[str, Bytes]:
+        return self._link.client.local(keys)
 
     def get_into(self, key: str, buffers: Sequence[Bytes], timeout: float | None = None) -> None:
         pieces: list[tuple[int, Bytes]] = []
@@ -267,20 +343,27 @@ class MooncakePool(Pool):
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._timeout if timeout is None else timeout)
 
-    def _start(self, key: str, session: _Session, preferred_segment: str, deadline: float) -> None:
-        for look in range(1, _FULL_LOOKS + 1):
-            work = self._inside(
-                key, session, lambda: self._link.client.start(key, session.nbytes, preferred_segment)
-            )
-            code = self._link.run(f"reserve {key}", work, deadline)
-            if code == 0:
-                return
-            if code != FULL:
-                raise error_of("reserve", key, code)
-            if look == _FULL_LOOKS or time.monotonic() + _FULL_PAUSE >= deadline:
+    def _start_again(self, wanted: Reservation, session: _Session, code: int, deadline: float) -> None:
+        """Begin a session whose first attempt has given `code`, if that may change."""
+        key = wanted.key
+        for _ in range(_FULL_LOOKS - 1):
+            if code != FULL or time.monotonic() + _FULL_PAUSE >= deadline:
                 break
             time.sleep(_FULL_PAUSE * random.uniform(0.7, 1.0))
-        raise PoolFull(f"reserve {key}: no segment has room for {session.nbytes} bytes", FULL)
+            code = self._start(wanted, session, deadline)
+        if is_later(code) or is_unreachable(code):
+            code = self._start(wanted, session, deadline)
+        if code == FULL:
+            raise PoolFull(f"reserve {key}: no segment has room for {wanted.nbytes} bytes", FULL)
+        if code:
+            raise error_of("reserve", key, code)
+
+    def _start(self, wanted: Reservation, session: _Session, deadline: float) -> int:
+        client = self._link.client
+        work = self._inside(
+            {wanted.key: session}, lambda: client.start(wanted.key, wanted.nbytes, wanted.preferred_segment)
+        )
+        return self._link.run(f"reserve {wanted.key}", work, deadline)
 
     def _session(self, what: str, key: str) -> _Session:
         self._link.guard(what)
@@ -290,19 +373,21 @@ class MooncakePool(Pool):
             raise PoolMissing(f"{what} {key}: the reservation has ended")
         return session
 
-    def _inside(self, key: str, session: _Session, call: Callable[[], T]) -> Callable[[], T]:
-        """The call, counted in its session. If the session has ended when it returns, it revokes the session."""
+    def _inside(self, sessions: Mapping[str, _Session], call: Callable[[], T]) -> Callable[[], T]:
+        """The call, counted in its sessions. A session that has ended when it returns is revoked."""
 
         def work() -> T:
             with self._lock:
-                session.calls += 1
+                for session in sessions.values():
+                    session.calls += 1
             try:
                 return call()
             finally:
                 with self._lock:
-                    session.calls -= 1
-                    last = session.ended and session.calls == 0
-                if last:
+                    for session in sessions.values():
+                        session.calls -= 1
+                    ended = [key for key, session in sessions.items() if session.ended and not session.calls]
+                for key in ended:
                     self._link.client.revoke(key)
                     self._forget(key, leftover=True)
 

@@ -153,6 +153,37 @@ class Pool(ABC):
             self.cancel(reservation)
             raise
 
+    def reserve_all(self, wanted: Sequence[Reservation], timeout: float | None = None) -> None:
+        """Take room for several objects: for all of them, or for none. Raises what `reserve` raises."""
+        done: list[Reservation] = []
+        try:
+            for one in wanted:
+                done.append(self.reserve(one.key, one.nbytes, one.preferred_segment, timeout))
+        except BaseException:
+            for one in done:
+                self.cancel(one)
+            raise
+
+    def complete(
+        self, last: Sequence[tuple[Reservation, Pieces]], timeout: float | None = None
+    ) -> list[Placement]:
+        """Write what is left of several reserved objects, and seal them. Raises what `write` and `seal` raise.
+
+        When it raises, some of them may have been sealed: cancel all, and remove their keys.
+        """
+        for reservation, pieces in last:
+            self.write(reservation, pieces, timeout)
+        return [self.seal(reservation, timeout) for reservation, _ in last]
+
+    @contextlib.contextmanager
+    def at_home(self, keys: Sequence[str], timeout: float | None = None) -> Iterator[dict[str, Bytes]]:
+        """Of these objects, those that lie in the memory that this pool lends: their bytes, where they lie, read-only.
+
+        For the time of a `with`. As with any read, what lies there may become another object's: copy, then check the
+        copy. Raises PoolUnavailable.
+        """
+        yield {}
+
     @abstractmethod
     def get_into(self, key: str, buffers: Sequence[Bytes], timeout: float | None = None) -> None:
         """Read a whole object into buffers that together have its size.

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ledger for synchronous code: an event loop in a thread of its own."""
+"""A ledger for synchronous code: an event loop that runs while something is asked of it, on the thread that asks.
+
+A worker's service has its ledger in the loop that hears of a publish, so no change of threads belongs to a handoff.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -17,13 +19,11 @@ SECONDS = 30.0
 
 
 class LedgerLoop:
-    """`loop.run(loop.ledger.commit(record))` blocks until it is done."""
+    """`loop.run(loop.ledger.commit(record))` blocks until it is done. Belongs to one thread."""
 
     def __init__(self, make: Callable[[], Ledger]) -> None:
         """`make` runs inside the loop. Raises what it raises."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ledger", daemon=True)
-        self._thread.start()
 
         async def build() -> Ledger:
             return make()
@@ -32,10 +32,9 @@ class LedgerLoop:
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop. Raises what it raises, TimeoutError after `SECONDS`."""
-        return asyncio.run_coroutine_threadsafe(coro, self._loop).result(SECONDS)
+        return self._loop.run_until_complete(asyncio.wait_for(coro, SECONDS))
 
     def close(self) -> None:
-        """Close the ledger, end the thread."""
+        """Close the ledger and the loop."""
         self.run(self.ledger.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SECONDS)
+        self._loop.close()

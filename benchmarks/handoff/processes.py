@@ -7,16 +7,18 @@ handoff is compared with what was published, off the clock; one that does not ho
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.handoff.bare import Bare
 from benchmarks.handoff.ledgers import LedgerLoop
@@ -29,6 +31,8 @@ from deltaserve.membership import Member
 from statestore.etcd_ledger import EtcdLedger
 from statestore.mooncake_pool import MooncakePool
 from tests.support import services
+
+T = TypeVar("T")
 
 OWNER = "prefill-bench"
 SEGMENT_BYTES = 256 * MIB
@@ -71,8 +75,7 @@ class Run:
             self._ask = stack.enter_context(_reader(places, self._damage))
             self._ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
             stack.callback(self._ledger.close)
-            membership, self._lease = self._ledger.run(_join(places.etcd))
-            stack.callback(lambda: self._ledger.run(_leave(membership)))
+            self._lease = stack.enter_context(_member(places.etcd))
             self._pool = MooncakePool(places.store)
             stack.callback(self._pool.close)
             self._bare = Bare(places.store, lend=False)
@@ -110,9 +113,9 @@ class Run:
         return result
 
     def _handoff(self, side: PublishingSide, turn: int) -> Repetition:
-        side.prepare(turn)
+        side.prepare(turn, self._segment)
         self._ask("prepare", turn)
-        published = side.publish(turn, self._segment)
+        published = side.publish()
         loaded = self._ask("load", turn, published.boundary)
         self._ask("check", turn)
         side.release()
@@ -132,15 +135,32 @@ def _reading(stages: dict[str, float]) -> dict[str, float]:
     return {f"{stage} (read)" if stage == "proof" else stage: s for stage, s in stages.items()}
 
 
-async def _join(config: EtcdConfig) -> tuple[EtcdMembership, int]:
-    membership = EtcdMembership(config)
-    member = await membership.join(Member(OWNER, "prefill", "127.0.0.1:1", "0", "0", 0))
-    return membership, member.lease
+@contextlib.contextmanager
+def _member(config: EtcdConfig) -> Iterator[int]:
+    """A member of the cluster, kept alive by a thread; yields its lease."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="member", daemon=True)
+    thread.start()
 
+    def run(coro: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coro, loop).result(ANSWER_SECONDS)
 
-async def _leave(membership: EtcdMembership) -> None:
-    await membership.leave()
-    await membership.close()
+    async def join() -> tuple[EtcdMembership, int]:
+        membership = EtcdMembership(config)
+        member = await membership.join(Member(OWNER, "prefill", "127.0.0.1:1", "0", "0", 0))
+        return membership, member.lease
+
+    async def leave(membership: EtcdMembership) -> None:
+        await membership.leave()
+        await membership.close()
+
+    membership, lease = run(join())
+    try:
+        yield lease
+    finally:
+        run(leave(membership))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(ANSWER_SECONDS)
 
 
 # ---- the reader's process

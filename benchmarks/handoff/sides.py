@@ -7,13 +7,15 @@ the moment at which verified state lies in the reader's cache (a decode's first 
     publisher   gather, checks, digest, put of every object; commit of the record in etcd
     reader      the committed record from etcd; get, digest, checks, scatter
 
-Opening the record is not on that path: it runs beside the compute. The name of the boundary goes from one side to the
-other over a pipe, where a cluster has its router.
+Opening the record and taking room in the store are not on that path: both run beside the compute. The name of the
+boundary goes from one side to the other over a pipe, where a cluster has its router.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +76,17 @@ class PublishingSide(_Side):
         self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)
         self._recording.enter_context(recorded_proofs(publishing, self._spans))
         self._record: BoundaryRecord | None = None
+        self._computed: Future[None] = Future()
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="state-write")
 
-    def prepare(self, turn: int) -> None:
-        """State into the cache, and the pending record into the ledger."""
+    def close(self) -> None:
+        """Stop recording, end the I/O thread."""
+        super().close()
+        self._computed.cancel()
+        self._io.shutdown()
+
+    def prepare(self, turn: int, segment: str) -> None:
+        """State into the cache, the pending record into the ledger, and room taken in the store."""
         sequence = turn % SETS
         self._caches.fill(self._worlds[sequence], sequence)
         self._counter += 1
@@ -94,12 +104,19 @@ class PublishingSide(_Side):
             ranks=(RankEntry(0),),
         )
         self._ledger.run(self._ledger.ledger.open(self._record))
+        self._begin(turn, segment)
         self._spans.take()
 
-    def publish(self, turn: int, segment: str) -> Published:
-        """From state in the cache to a committed record."""
+    def _begin(self, turn: int, segment: str) -> None:
+        """What the rank's I/O thread does while the state is computed."""
         assert self._record is not None
-        record, report = self._record, RankReport(0)
+        record, self._report, self._computed = self._record, RankReport(0), Future()
+        room = threading.Event()
+
+        def computed() -> None:
+            room.set()
+            self._computed.result(SECONDS)
+
         job = PublishJob(
             key="bench",
             epoch=record.epoch,
@@ -109,8 +126,17 @@ class PublishingSide(_Side):
             packing_dcp=1,
             packing_interleave=1,
         )
+        self._written = self._io.submit(self._publisher.publish, job, self._report, computed)
+        self._written.add_done_callback(lambda written: room.set())
+        room.wait(SECONDS)
+
+    def publish(self) -> Published:
+        """From state in the cache to a committed record."""
+        assert self._record is not None
+        record, report = self._record, self._report
         began = time.monotonic()
-        self._publisher.publish(job, report)
+        self._computed.set_result(None)
+        self._written.result()
         with self._spans.span("commit"):
             self._record = record.committed([RankEntry(0, "written", tuple(report.objects))])
             self._ledger.run(self._ledger.ledger.commit([self._record]))

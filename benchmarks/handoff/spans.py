@@ -18,21 +18,16 @@ from unittest import mock
 from statestore.connector.cache_view import CacheView
 
 POOL_STAGES = {
-    "reserve": "reserve",
+    "reserve_all": "reserve",
     "write": "put",
-    "seal": "seal",
+    "complete": "put",
     "get_into": "get",
     "get_ranges": "get",
 }
 """Calls of `statestore.pool.Pool` and the stage that each is."""
 
-CHECKS = {
-    "unit_digest": "proof",
-    "check_digest": "proof",
-    "check_heads": "proof",
-    "check_rows": "proof",
-}
-"""Functions that a publish or load calls, and the stage that each is."""
+FUNCTIONS = {"copy_from_home": "get"}
+"""Functions that a load calls, and the stage that each is."""
 
 PROOFS = ("HeadsProof", "RowsProof")
 """Classes that it uses; their `take` is a proof: digest and checks in one pass."""
@@ -94,9 +89,13 @@ class TimedPool:
         value = getattr(self._pool, name)
         return self._spans.timed(POOL_STAGES[name], value) if name in POOL_STAGES else value
 
-    def put(self, *args: Any, **kwargs: Any) -> Any:
-        """The pool's own put, over the recorded steps."""
-        return type(self._pool).put(self, *args, **kwargs)
+    @contextlib.contextmanager
+    def at_home(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """See `Pool`; finding out is recorded, the time of the `with` is not."""
+        with contextlib.ExitStack() as stack:
+            with self._spans.span("get"):
+                home = stack.enter_context(self._pool.at_home(*args, **kwargs))
+            yield home
 
 
 class TimedView(CacheView):
@@ -130,7 +129,7 @@ def recorded_proofs(module: ModuleType, spans: Spans) -> Iterator[None]:
     """Record digests and checks that `module` makes. Raises RuntimeError when it makes none by the known names."""
     known: dict[str, Any] = {
         name: spans.timed(stage, getattr(module, name))
-        for name, stage in CHECKS.items()
+        for name, stage in FUNCTIONS.items()
         if hasattr(module, name)
     }
     for name in PROOFS:

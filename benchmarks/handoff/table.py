@@ -12,11 +12,9 @@ AIM = 1.25
 """Most that a handoff may take, as a multiple of bare."""
 
 STAGES = (
-    "reserve",
     "gather",
     "proof",
     "put",
-    "seal",
     "commit",
     "record",
     "get",

@@ -67,6 +67,11 @@ class CacheView:
         """Blocks of the smallest layer; ids are below it."""
         return min(cache.shape[0] for cache in (*(c for _, c, _ in self._kda), *(c for _, c in self._mla)))
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the caches are host memory."""
+        return self._host is not None
+
     def blocks_needed(self, length: int) -> dict[int, int]:
         """How many blocks of each KV cache group hold the state after `length` tokens."""
         g = self.geometry

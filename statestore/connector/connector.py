@@ -91,6 +91,11 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # The one call that comes before the step's forward pass, in every step.
+        self._rank.prepare_publishes(self._step_metadata().publish)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._rank.start_loads(self._step_metadata().load)
 

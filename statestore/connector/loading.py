@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's share of a load: read what it owns of a chain, check all of it, and only then write the caches.
 
-A load that fails has written nothing, so what vLLM recomputes afterwards starts from its own blocks.
+What lies in this rank's own segment (where the publisher was asked to put it) is copied here, the rest comes over the
+wire ahead of its check. A load that fails has written nothing, so what vLLM recomputes afterwards starts from its own
+blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,8 +25,14 @@ from statestore.connector.messages import LoadJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.connector.store_ahead import PIECE, ReadAhead
 from statestore.geometry import GeometryError
-from statestore.pool import Pool
+from statestore.pool import Pool, SizeMismatch
 from statestore.reshard import GeometryMismatch, Piece, ReadPlan, RecordIncomplete, plan_read_chain
+
+LANES = 2
+"""Threads that copy and check one load."""
+
+LANE_BYTES = 4 << 20
+"""What is smaller is not worth the start of a thread."""
 
 
 class Loader:
@@ -45,26 +54,47 @@ class Loader:
             damaged = faults.inject(self._damage, self._pool, records[-1], plan.pieces)
             plan = self._plan((*records[:-1], damaged), job.local_tokens)
         report.nbytes = plan.nbytes
+        keys = list(dict.fromkeys(piece.entry.key for piece in plan.pieces))
         with (
             self._pool.staging(plan.nbytes, self._timeout) as staging,
-            ReadAhead(self._pool, plan, staging) as ahead,
+            self._pool.at_home(keys, self._timeout) as home,
+            ReadAhead(self._pool, plan, staging, without=home) as ahead,
         ):
-            for run in _runs(plan.pieces, PIECE):
-                ahead.wait(run[-1].at + run[-1].unit.nbytes)
-                if self._verify:
-                    self._check(run, _bytes(run, staging))
-            for run in _runs(plan.pieces):
-                self._write(job, run, _bytes(run, staging))
+            for piece in plan.pieces:
+                _check_size(piece, home)
+            lanes = LANES if plan.nbytes >= LANE_BYTES else 1
+            share(_runs(plan.pieces, PIECE), lanes, lambda run: self._take(run, staging, home, ahead))
+            # Device caches are written in one stream.
+            lanes = lanes if self._view.on_host else 1
+            limit = -(-plan.nbytes // lanes)
+            share(_runs(plan.pieces, limit), lanes, lambda run: self._write(job, run, _bytes(run, staging)))
 
-    def _check(self, run: list[Piece], data: Bytes) -> None:
-        """Digests first: what is wrong with bytes that are not the ones that were written means nothing."""
+    def _take(self, run: list[Piece], staging: Bytes, home: Mapping[str, Bytes], ahead: ReadAhead) -> None:
+        """Have the bytes of a run in staging, and check them there.
+
+        Digests first: what is wrong with bytes that are not the ones that were written means nothing. What is copied
+        here is checked while it is in the core's cache.
+        """
+        data = _bytes(run, staging)
+        for piece in reversed(run):
+            if piece.entry.key not in home:
+                ahead.wait(piece.at + piece.unit.nbytes)
+                break
+        here = [piece for piece in run if piece.entry.key in home]
+        if not self._verify:
+            copy_from_home(here, home, staging, 0, max(piece.unit.nbytes for piece in run))
+            return
         g, first = self._geometry, run[0].unit.first
         proof: HeadsProof | RowsProof
         if run[0].tokens is None:
-            proof = HeadsProof(data, len(run), g, first)
+            proof, count, low = HeadsProof(data, len(run), g, first), len(g.kda_layers), 0
         else:
-            proof = RowsProof(data, [piece.unit for piece in run], g, finite=False, first=first)
-        proof.take_all()
+            proof, count, low = RowsProof(data, [run[0].unit], g, False, first), run[0].unit.count, first
+        size = run[0].unit.nbytes // count
+        for at in range(0, count, proof.step):
+            end = min(at + proof.step, count)
+            copy_from_home(here, home, staging, at * size, end * size)
+            proof.take(range(low + at, low + end))
         for piece, found in zip(run, proof.digests(), strict=True):
             if found != piece.digest:
                 raise VerificationFailed(
@@ -97,6 +127,54 @@ class Loader:
             rows = data.reshape(len(tokens), -1)[piece.wanted]
             data, tokens = np.ascontiguousarray(rows).reshape(-1), tokens[piece.wanted]
         self._view.scatter_rows(job.blocks, tokens, data)
+
+
+def copy_from_home(
+    pieces: Sequence[Piece], home: Mapping[str, Bytes], staging: Bytes, low: int, high: int
+) -> None:
+    """Bytes [low, high) of each piece into its place in staging."""
+    for piece in pieces:
+        source, nbytes = home[piece.entry.key], min(high, piece.unit.nbytes) - low
+        at = piece.unit.offset + low
+        np.copyto(staging[piece.at + low : piece.at + low + nbytes], source[at : at + nbytes])
+
+
+def _check_size(piece: Piece, home: Mapping[str, Bytes]) -> None:
+    entry = piece.entry
+    if entry.key in home and home[entry.key].nbytes != entry.nbytes:
+        raise SizeMismatch(
+            f"get {entry.key}: {home[entry.key].nbytes} bytes are stored, {entry.nbytes} were written"
+        )
+
+
+def share(runs: Sequence[list[Piece]], lanes: int, work: Callable[[list[Piece]], None]) -> None:
+    """`work` on every run, on the calling thread and `lanes` - 1 others. Raises what failed first, once all ended."""
+    left = iter(runs)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def lane() -> None:
+        while not errors:
+            with lock:
+                run = next(left, None)
+            if run is None:
+                return
+            try:
+                work(run)
+            except BaseException as error:
+                errors.append(error)
+
+    helpers = [
+        threading.Thread(target=lane, name="state-lane", daemon=True)
+        for _ in range(min(lanes, len(runs)) - 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    lane()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
 
 
 def _runs(pieces: Sequence[Piece], limit: int | None = None) -> list[list[Piece]]:

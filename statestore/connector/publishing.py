@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's share of a link: gather, prove, digest, put. Called on an I/O thread while the blocks are pinned.
+"""One rank's share of a link: take room, gather, prove, digest, put. Called on an I/O thread, the blocks pinned.
 
 The latent rows of every link, and all of the final one, are what the reading worker wants now, so they go straight into
 its segment. The KDA state of a checkpoint is for requests to come: it goes into the writer's own.
@@ -7,20 +7,20 @@ its segment. The KDA state of a checkpoint is for requests to come: it goes into
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from statestore.boundary import ObjectEntry, object_key
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.connector.checks import check_table
 from statestore.connector.messages import PublishJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
-from statestore.connector.store_ahead import LEAST_PIECE, StreamedPut
-from statestore.pool import Pool, PoolError
+from statestore.connector.store_ahead import PUT_PIECE, StreamedPuts
+from statestore.pool import Placement, Pool, Reservation
 from statestore.reshard import ObjectPlan, Packing, plan_write
 
-log = logging.getLogger(__name__)
+_Put = Callable[[int, Bytes], None]
+"""Has data written to a byte of the object."""
 
 
 class Publisher:
@@ -30,48 +30,50 @@ class Publisher:
         self._view, self._pool, self._rank, self._timeout = view, pool, rank, timeout
         self._geometry = view.geometry
 
-    def publish(self, job: PublishJob, report: RankReport) -> None:
+    def publish(
+        self, job: PublishJob, report: RankReport, computed: Callable[[], None] = lambda: None
+    ) -> None:
         """Write the objects and name them in `report`; on any error remove what was written, then raise it.
 
-        What cannot be removed stays in the report, so that the owner can try again.
+        `computed` returns when the caches hold the state: until then room is taken, so that it does not have to wait
+        for that. What cannot be removed stays in the report, so that the owner can try again.
         """
         check_table(self._view, job.blocks, job.length, "publish")
         packing = Packing(job.packing_dcp, job.packing_interleave)
         plans = plan_write(self._geometry, self._rank, job.length, packing, job.base)
         if not plans:
             return
-        keys = [self._key(job, plan) for plan in plans]
-        puts: list[StreamedPut] = []
+        objects = [Reservation(self._key(job, plan), plan.nbytes, self._segment(job, plan)) for plan in plans]
+        puts = StreamedPuts(self._pool, objects)
         try:
-            with (
-                self._pool.staging(sum(plan.nbytes for plan in plans), self._timeout) as staging,
-                ExitStack() as stack,
-            ):
+            puts.reserve()
+            computed()
+            nbytes = sum(plan.nbytes for plan in plans)
+            with self._pool.staging(nbytes, self._timeout) as staging, puts:
                 digests: list[tuple[str, ...]] = []
                 at = 0
-                for plan, key in zip(plans, keys, strict=True):
+                for number, plan in enumerate(plans):
                     data = staging[at : at + plan.nbytes]
                     at += plan.nbytes
-                    put = StreamedPut(self._pool, key, plan.nbytes, self._segment(job, plan))
-                    puts.append(stack.enter_context(put))
                     write = self._write_heads if plan.group == "kda" else self._write_rows
-                    digests.append(write(job, plan, data, put))
-                    put.finish()
-                report.objects = [
-                    _entry(plan, put, found) for plan, put, found in zip(plans, puts, digests, strict=True)
-                ]
-                report.nbytes = sum(plan.nbytes for plan in plans)
+                    digests.append(write(job, plan, data, partial(puts.write, number)))
+                placements = puts.seal()
+            report.objects = [
+                _entry(plan, placed, found)
+                for plan, placed, found in zip(plans, placements, digests, strict=True)
+            ]
+            report.nbytes = nbytes
         except BaseException:
-            # Only what this call has written: under a key that was there already lies somebody else's object.
-            written = [(plan, put) for plan, put in zip(plans, puts, strict=False) if put.sealed]
-            left = self._remove([put.key for _, put in written])
-            report.objects = [_entry(plan, put, ("0",)) for plan, put in written if put.key in left]
+            left = puts.undo()
+            report.objects = [
+                _entry(plan, Placement(one.key, one.nbytes, "", False), ("0",))
+                for plan, one in zip(plans, objects, strict=True)
+                if one.key in left
+            ]
             report.nbytes = 0
             raise
 
-    def _write_heads(
-        self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: StreamedPut
-    ) -> tuple[str, ...]:
+    def _write_heads(self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put) -> tuple[str, ...]:
         """Gather, prove and write some heads after the other; returns the digests.
 
         Inside, layer by layer: what has been gathered is proved while it is still in the core's cache.
@@ -87,13 +89,11 @@ class Publisher:
                 proof.take(some)
                 if proof.problem is not None:
                     raise proof.problem
-            put.write([(first * size, piece)])
+            put(first * size, piece)
             digests += proof.digests()
         return tuple(digests)
 
-    def _write_rows(
-        self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: StreamedPut
-    ) -> tuple[str, ...]:
+    def _write_rows(self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put) -> tuple[str, ...]:
         """The same, some rows after the other."""
         proof = RowsProof(data, plan.units, self._geometry, finite=True)
         size = plan.nbytes // len(plan.tokens)
@@ -104,7 +104,7 @@ class Publisher:
                 proof.take(range(low, high))
                 if proof.problem is not None:
                     raise proof.problem
-            put.write([(first * size, data[first * size : (first + rows) * size])])
+            put(first * size, data[first * size : (first + rows) * size])
         return proof.digests()
 
     def _key(self, job: PublishJob, plan: ObjectPlan) -> str:
@@ -118,30 +118,22 @@ class Publisher:
         # Asked for nothing, the store would take any segment, also one of a worker that may leave first.
         return segments[self._rank % len(segments)] or self._pool.segment_name
 
-    def _remove(self, keys: list[str]) -> list[str]:
-        """Returns the keys that could not be removed."""
-        try:
-            return self._pool.remove(keys) if keys else []
-        except PoolError as error:
-            log.warning("objects of a failed publish cannot be removed yet: %s", error)
-            return keys
 
-
-def _entry(plan: ObjectPlan, put: StreamedPut, digests: tuple[str, ...]) -> ObjectEntry:
+def _entry(plan: ObjectPlan, placed: Placement, digests: tuple[str, ...]) -> ObjectEntry:
     return ObjectEntry(
-        key=put.key,
+        key=placed.key,
         group=plan.group,
         nbytes=plan.nbytes,
         digests=digests,
         token_lo=plan.token_lo,
         token_hi=plan.token_hi,
         null_free=True,
-        segment=put.placement().segment,
+        segment=placed.segment,
     )
 
 
 def _pieces(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """(first, how many) of `count` items of `nbytes` each, written together: a quarter of all, LEAST_PIECE or more."""
-    each = max(1, -(-count // 4), -(-LEAST_PIECE // nbytes))
+    """(first, how many) of `count` items of `nbytes` each, gathered together: a quarter of all, or a piece of a put."""
+    each = max(1, min(-(-count // 4), -(-PUT_PIECE // nbytes)))
     for first in range(0, count, each):
         yield first, min(each, count - first)

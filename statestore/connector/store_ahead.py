@@ -1,100 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store calls that run beside the work on the bytes: a put that follows its gather, a get that runs ahead of its check.
+"""Store calls that run beside the work on the bytes: puts that follow their gather, gets that run ahead of their check.
 
-Both hand one thread the pieces in order, so that the bytes of one object meet the store in one sequence of calls, and
-both have ended, well or badly, when their `with` ends: staging may be given back then.
+Both hand one thread the pieces in order, and both have ended, well or badly, when their `with` ends: staging may be
+given back then.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from types import TracebackType
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from statestore.boundary import ObjectEntry
-from statestore.pool import Bytes, Pieces, Placement, Pool, SizeMismatch
-from statestore.reshard import ReadPlan
+from statestore.pool import Bytes, Placement, Pool, PoolError, Reservation, SizeMismatch
+from statestore.reshard import ObjectRead, ReadPlan
+
+log = logging.getLogger(__name__)
 
 PIECE = 8 << 20
 """Bytes of one read, about: its fixed cost is small beside them, and they are checked before they leave the caches."""
 
-LEAST_PIECE = 1 << 20
-"""Bytes of one write, at least: what its fixed cost is worth."""
+PUT_PIECE = 4 << 20
+"""Bytes of one write, about, for the same reason."""
+
+Parts = list[tuple[Reservation, list[tuple[int, Bytes]]]]
+"""Pieces of several objects, each (byte in the object, data)."""
 
 
-class StreamedPut:
-    """A put of one object: reserved at once, written in pieces as they come, sealed by `placement`."""
+class StreamedPuts:
+    """A put of several objects: room taken first, pieces written as they come, all of them sealed together.
 
-    def __init__(self, pool: Pool, key: str, nbytes: int, segment: str) -> None:
-        self.key = key
-        self._pool, self._nbytes, self._segment = pool, nbytes, segment
-        self._pieces: queue.SimpleQueue[Pieces | None] = queue.SimpleQueue()
-        self._sealed: Future[Placement] = Future()
-        self._abandoned = False
-        self._thread = threading.Thread(target=self._run, name="state-put", daemon=True)
-        self._thread.start()
+    Pieces wait until there are `PUT_PIECE` bytes of them; the last ones are written by the call that seals, so that
+    what is small takes one call. `undo` gives everything back that has not been sealed, and takes away what has.
+    """
 
-    def write(self, pieces: Pieces) -> None:
-        """Have these written; their bytes must not change any more. Raises what an earlier step raised."""
-        if self._sealed.done():
-            self._sealed.result()
-        self._pieces.put(pieces)
+    def __init__(self, pool: Pool, objects: Sequence[Reservation]) -> None:
+        self._pool, self._objects = pool, list(objects)
+        self._waiting: list[list[tuple[int, Bytes]]] = [[] for _ in objects]
+        self._waiting_bytes = 0
+        self._reserved = False
+        self._queue: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stop = False
 
-    def finish(self) -> None:
-        """Have the object sealed once all has been written."""
-        self._pieces.put(None)
+    def reserve(self) -> None:
+        """Take room for every object. Raises what `Pool.reserve_all` raises; nothing has been taken then."""
+        self._pool.reserve_all(self._objects)
+        self._reserved = True
 
-    @property
-    def sealed(self) -> bool:
-        """Whether the object is in the store; final once the `with` has ended."""
-        return self._sealed.done() and self._sealed.exception() is None
+    def write(self, number: int, at: int, data: Bytes) -> None:
+        """Have `data` written to byte `at` of an object; it must not change any more. Raises what a write raised."""
+        if self._error is not None:
+            raise self._error
+        self._waiting[number].append((at, data))
+        self._waiting_bytes += data.nbytes
+        if self._waiting_bytes < PUT_PIECE:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="state-put", daemon=True)
+            self._thread.start()
+        self._queue.put(self._take())
 
-    def placement(self) -> Placement:
-        """Where the object lies, after `finish`. Raises what `Pool.put` raises."""
-        return self._sealed.result()
+    def seal(self) -> list[Placement]:
+        """Where the objects lie, once all of them have been written. Raises what `Pool.complete` raises."""
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self._pool.complete(self._take(all_objects=True))
 
-    def __enter__(self) -> StreamedPut:
+    def undo(self) -> list[str]:
+        """Nothing comes of it; returns the keys that could not be removed yet. Never raises."""
+        self._stop = True
+        self._join()
+        if not self._reserved:
+            # Under a key that was there already lies somebody else's object.
+            return []
+        for one in self._objects:
+            self._pool.cancel(one)
+        keys = [one.key for one in self._objects]
+        try:
+            return self._pool.remove(keys)
+        except PoolError as error:
+            log.warning("objects of a failed publish cannot be removed yet: %s", error)
+            return keys
+
+    def __enter__(self) -> StreamedPuts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abandoned = not self._sealed.done()
-        self._pieces.put(None)
-        self._thread.join()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._stop = error is not None
+        self._join()
+
+    def _take(self, all_objects: bool = False) -> Parts:
+        taken = [
+            (one, pieces)
+            for one, pieces in zip(self._objects, self._waiting, strict=True)
+            if pieces or all_objects
+        ]
+        self._waiting = [[] for _ in self._objects]
+        self._waiting_bytes = 0
+        return taken
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _run(self) -> None:
         try:
-            reservation = self._pool.reserve(self.key, self._nbytes, self._segment)
-            try:
-                while (pieces := self._pieces.get()) is not None:
+            while (parts := self._queue.get()) is not None and not self._stop:
+                for reservation, pieces in parts:
                     self._pool.write(reservation, pieces)
-                if self._abandoned:
-                    raise RuntimeError(f"put {self.key}: given up")
-                placement = self._pool.seal(reservation)
-            except BaseException:
-                self._pool.cancel(reservation)
-                raise
-            self._sealed.set_result(placement)
         except BaseException as error:
-            self._sealed.set_exception(error)
+            self._error = error
 
 
 class ReadAhead:
     """The reads of a plan, one object after the other, in pieces; `wait(end)` returns when so much has been read."""
 
-    def __init__(self, pool: Pool, plan: ReadPlan, staging: Bytes) -> None:
-        self._pool = pool
-        self._calls: list[tuple[Callable[[], None], int]] = list(_calls(pool, plan, staging))
+    def __init__(
+        self, pool: Pool, plan: ReadPlan, staging: Bytes, without: Container[str] = frozenset()
+    ) -> None:
+        """`without`: keys of objects that are not read here; their place in staging is left alone."""
+        reads = [read for read in plan.reads() if read.entry.key not in without]
+        self._calls: list[tuple[Callable[[], None], int]] = list(_calls(pool, reads, staging))
         self._changed = threading.Condition()
         self._filled = 0
         self._error: BaseException | None = None
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="state-get", daemon=True)
-        self._thread.start()
+        if self._calls:
+            self._thread.start()
 
     def wait(self, end: int) -> None:
         """Return when the first `end` bytes of staging have been read. Raises what the pool raised."""
@@ -109,7 +149,8 @@ class ReadAhead:
 
     def __exit__(self, *error: Any) -> None:
         self._stop = True
-        self._thread.join()
+        if self._calls:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -126,9 +167,11 @@ class ReadAhead:
                 self._changed.notify_all()
 
 
-def _calls(pool: Pool, plan: ReadPlan, staging: Bytes) -> Iterator[tuple[Callable[[], None], int]]:
+def _calls(
+    pool: Pool, reads: Sequence[ObjectRead], staging: Bytes
+) -> Iterator[tuple[Callable[[], None], int]]:
     """Store calls in the order of staging, each with the end of what it fills."""
-    for read in plan.reads():
+    for read in reads:
         if read.whole and read.entry.nbytes <= PIECE:
             ((_, at, nbytes),) = read.ranges
             yield _whole(pool, read.entry, staging[at : at + nbytes]), at + nbytes

@@ -2,9 +2,10 @@
 """The connector's worker half, one a rank: moves bytes between this rank's caches and the store.
 
 Every job ends with exactly one report, whatever happens in it: the report is what returns the blocks. Jobs run on this
-rank's I/O threads; the engine thread only starts them and collects what has ended. Loads have threads of their own: a
-request waits for its load, and nobody waits for a checkpoint or the end of an answer. publishing.py and loading.py have
-the work, checks.py what state must pass.
+rank's I/O threads; the engine thread only starts them and collects what has ended. A publish begins with the step that
+computes its state: room in the store is taken meanwhile. Loads have threads of their own: a request waits for its load,
+and nobody waits for a checkpoint or the end of an answer. publishing.py and loading.py have the work, checks.py what
+state must pass.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from deltaserve.config import StoreConfig
@@ -21,7 +23,7 @@ from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.describe import geometry_of
 from statestore.connector.loading import Loader
-from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports
+from statestore.connector.messages import LinkName, LoadJob, PublishJob, RankReport, RankReports
 from statestore.connector.publishing import Publisher
 from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable, SizeMismatch
 
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 
 IO_THREADS = 2
 """That write, and as many that read."""
+
+_STEP_PATIENCE = 4
+"""An engine step that takes so many times the timeout of a load is given up: what a service waits for a publish."""
 
 
 class WorkerHalf:
@@ -46,6 +51,8 @@ class WorkerHalf:
         self._pool: Pool | None = None
         self._publisher: Publisher | None = None
         self._loader: Loader | None = None
+        self._prepared: dict[LinkName, Future[Any]] = {}
+        """Jobs of a step that is computing; done when it has been computed."""
         self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-write")
         self._reading = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-read")
         self._lock = threading.Lock()
@@ -70,21 +77,37 @@ class WorkerHalf:
 
     # ---- engine thread
 
+    def prepare_publishes(self, jobs: list[PublishJob]) -> None:
+        """The step that computes the state of these jobs begins: take room for them meanwhile; returns at once."""
+        assert self._publisher is not None
+        for job in jobs:
+            computed: Future[Any] = Future()
+            self._prepared[job.name] = computed
+            self._writing.submit(self._publish, job, partial(self._write, self._publisher.publish, computed))
+
     def start_publishes(self, jobs: list[PublishJob]) -> None:
-        """Start writing; returns at once."""
+        """The step's work is in the device's queue, or done: write its state; returns at once."""
         if not jobs:
             return
         assert self._view is not None
-        assert self._publisher is not None
-        fence, publish = self._view.fence(), self._publisher.publish
+        self.prepare_publishes([job for job in jobs if job.name not in self._prepared])
+        fence = self._view.fence()
+        for job in jobs:
+            self._prepared.pop(job.name).set_result(fence)
 
-        def run(job: PublishJob, report: RankReport) -> None:
+    def _write(
+        self,
+        publish: Callable[[PublishJob, RankReport, Callable[[], None]], None],
+        computed: Future[Any],
+        job: PublishJob,
+        report: RankReport,
+    ) -> None:
+        def wait() -> None:
+            fence = computed.result(_STEP_PATIENCE * self._extra["load_timeout"])
             if fence is not None:
                 fence.synchronize()
-            publish(job, report)
 
-        for job in jobs:
-            self._writing.submit(self._publish, job, run)
+        publish(job, report, wait)
 
     def start_loads(self, jobs: list[LoadJob]) -> None:
         """Start reading; returns at once."""
@@ -115,6 +138,8 @@ class WorkerHalf:
         """Stop the I/O threads and leave the store."""
         for threads in (self._writing, self._reading):
             threads.shutdown(wait=False, cancel_futures=True)
+        for computed in self._prepared.values():
+            computed.cancel()
         for threads in (self._writing, self._reading):
             threads.shutdown(wait=True)
         if self._pool is not None:

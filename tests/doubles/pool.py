@@ -73,8 +73,15 @@ class PoolDouble(Pool):
 
     _names = iter(range(1, 1 << 30))
 
-    def __init__(self, store: Store, segment_bytes: int = 64 << 20, staging_bytes: int = 4 << 20) -> None:
-        self.store = store
+    def __init__(
+        self,
+        store: Store,
+        segment_bytes: int = 64 << 20,
+        staging_bytes: int = 4 << 20,
+        shows_home: bool = False,
+    ) -> None:
+        """`shows_home`: `at_home` gives what lies in this pool's segment; else every read is a `get`."""
+        self.store, self._shows_home = store, shows_home
         number = next(self._names)
         self._segment = f"127.0.0.1:{number}@127.0.0.1:{number + 100_000}" if segment_bytes else ""
         if segment_bytes:
@@ -144,6 +151,17 @@ class PoolDouble(Pool):
             stored = self.store.objects.get(reservation.key)
             if stored is not None and not stored.sealed:
                 del self.store.objects[reservation.key]
+
+    @contextlib.contextmanager
+    def at_home(self, keys: Sequence[str], timeout: float | None = None) -> Iterator[dict[str, Bytes]]:
+        found: dict[str, Bytes] = {}
+        for key in keys if self._shows_home else ():
+            self._enter("home", key)
+            stored = self.store.objects.get(key)
+            if stored is not None and stored.sealed and stored.segment == self._segment:
+                found[key] = stored.data.view()
+                found[key].flags.writeable = False
+        yield found
 
     def get_into(self, key: str, buffers: Sequence[Bytes], timeout: float | None = None) -> None:
         total = sum(buffer.nbytes for buffer in buffers)

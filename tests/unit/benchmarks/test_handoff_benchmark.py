@@ -79,9 +79,9 @@ class Sides:
         self.nbytes = shape.nbytes
 
     def handoff(self, turn: int) -> Any:
-        self.publisher.prepare(turn)
+        self.publisher.prepare(turn, "")
         self.reader.prepare(turn)
-        published = self.publisher.publish(turn, "")
+        published = self.publisher.publish()
         return published, self.reader.load(turn, published.boundary)
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_never_measured() -> None:
 
 
 def test_a_boundary_without_a_commit_is_not_loaded(sides: Sides) -> None:
-    sides.publisher.prepare(0)
+    sides.publisher.prepare(0, "")
     assert sides.publisher._record is not None
     with pytest.raises(NotVerified, match="not committed"):
         sides.reader.load(0, sides.publisher._record.id)

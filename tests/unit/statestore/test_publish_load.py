@@ -23,7 +23,7 @@ from statestore.connector.publishing import Publisher
 from statestore.connector.worker_half import failure_kind
 from statestore.digest import unit_digest
 from statestore.geometry import Geometry
-from statestore.pool import PoolFull
+from statestore.pool import PoolFull, PoolUnavailable
 from statestore.reshard import Packing, plan_write
 from tests.doubles.pool import PoolDouble, Store
 from tests.property.rank_caches import RankCaches, blocks_for
@@ -46,10 +46,13 @@ PAIRS = {
 class Handoff:
     """One boundary between two roles, each rank with caches of its own; `case.base` and `case.link` make it a link."""
 
-    def __init__(self, case: Case, seed: int = 1, store: Store | None = None) -> None:
+    def __init__(
+        self, case: Case, seed: int = 1, store: Store | None = None, shows_home: bool = False
+    ) -> None:
         self.case = case
         self.store = store or Store()
-        self.pool = PoolDouble(self.store)
+        self.shows_home = shows_home
+        self.pool = PoolDouble(self.store, shows_home=shows_home)
         self.world = World.random(case.source, case.length, seed)
         self.epoch = Epoch(7, seed)
         self.writers = [self._caches(case.source) for _ in range(case.source.tp)]
@@ -134,9 +137,11 @@ class Handoff:
         return str(caught.value)
 
 
-@pytest.fixture(params=sorted(PAIRS))
+@pytest.fixture(params=[(name, home) for name in sorted(PAIRS) for home in (False, True)], ids=str)
 def handoff(request: pytest.FixtureRequest) -> Handoff:
-    return Handoff(PAIRS[request.param])
+    """Read through the pool, and from the reader's own segment."""
+    name, home = request.param
+    return Handoff(PAIRS[name], shows_home=home)
 
 
 def test_every_rank_restores_its_share(handoff: Handoff) -> None:
@@ -200,10 +205,10 @@ def test_a_truncated_object(handoff: Handoff, group: str, kept: float) -> None:
 
 
 def test_an_object_that_grew(handoff: Handoff) -> None:
-    """A whole read notices another size; a read of ranges needs no more than its units, and checks them."""
+    """A whole read and one at home notice another size; a read of ranges needs its units only, and checks them."""
     record = handoff.publish()
     handoff.damage("kda", lambda data: np.concatenate((data, data)))
-    if handoff.case.source.tp == handoff.case.target.tp:
+    if handoff.shows_home or handoff.case.source.tp == handoff.case.target.tp:
         handoff.refused("size")
     else:
         assert handoff.is_exact(0, handoff.load(0, record))
@@ -515,10 +520,16 @@ def test_asked_for_no_segment_a_writer_keeps_its_objects() -> None:
 
 def test_objects_that_cannot_be_removed_are_named(handoff: Handoff, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publish failed, and so did the removal: whoever owns the epoch tries again."""
-    (segment,) = handoff.store.room
-    handoff.store.room[segment] = handoff.case.source.sizes.kda_rank + 10
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "seal" and "/mla/" in key:
+            raise PoolUnavailable("the store is away")
+
+    handoff.store.before = fail
     monkeypatch.setattr(handoff.pool, "remove", lambda keys: list(keys))
-    with pytest.raises(PoolFull):
+    with pytest.raises(PoolUnavailable):
         handoff.publish_rank(0)
-    assert [entry.group for entry in handoff.report.objects] == ["kda"]
+    stored = {key for key in handoff.store.objects if "/kda/" in key}
+    assert stored, "the first object had been sealed"
+    assert stored <= {entry.key for entry in handoff.report.objects}
     assert handoff.report.nbytes == 0

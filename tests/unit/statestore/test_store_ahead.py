@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store calls beside the work: pieces arrive in order, and both have ended, well or badly, when their `with` ends."""
+"""Store calls beside the work: pieces arrive in order, and all calls have ended, well or badly, when a `with` ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from statestore.connector.store_ahead import StreamedPut
-from statestore.pool import KeyExists, PoolFull, PoolMissing
+from statestore.connector.store_ahead import PUT_PIECE, StreamedPuts
+from statestore.pool import KeyExists, PoolFull, PoolMissing, PoolUnavailable, Reservation
 from tests.doubles.pool import PoolDouble, Store
 
 
@@ -25,54 +25,104 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("state-")}
 
 
-def test_pieces_become_one_object() -> None:
-    it = pool()
-    with it.staging(1000, 1.0) as staged, StreamedPut(it, "k", 1000, "") as put:
-        staged[:] = data(1000)
-        put.write([(600, staged[600:])])
-        put.write([(0, staged[:600])])
-        assert not put.sealed
-        put.finish()
-        assert put.placement().nbytes == 1000
-        back = np.empty(1000, np.uint8)
-        it.register(back)
-        it.get_into("k", [back])
-        assert (back == staged).all()
-    assert put.sealed
+def read(it: PoolDouble, key: str) -> np.ndarray:
+    back = np.empty(it.size(key), np.uint8)
+    it.register(back)
+    it.get_into(key, [back])
+    return back
+
+
+@pytest.mark.parametrize("nbytes", [1000, 3 * PUT_PIECE])
+def test_pieces_become_objects(nbytes: int) -> None:
+    """Small ones with the call that seals, large ones beside the work."""
+    it = pool(staging_bytes=2 * nbytes)
+    puts = StreamedPuts(it, [Reservation("a", nbytes, ""), Reservation("b", nbytes, "")])
+    puts.reserve()
+    with it.staging(2 * nbytes, 1.0) as staged, puts:
+        staged[:] = data(2 * nbytes)
+        puts.write(0, 600, staged[600:nbytes])
+        puts.write(0, 0, staged[:600])
+        puts.write(1, 0, staged[nbytes:])
+        with pytest.raises(PoolMissing):
+            it.size("a")
+        assert [placed.nbytes for placed in puts.seal()] == [nbytes, nbytes]
+        assert (read(it, "a") == staged[:nbytes]).all()
+        assert (read(it, "b") == staged[nbytes:]).all()
     assert not threads()
 
 
-def test_what_is_given_up_never_existed() -> None:
-    it = pool()
+@pytest.mark.parametrize("nbytes", [1000, 2 * PUT_PIECE])
+def test_what_is_given_up_never_existed(nbytes: int) -> None:
+    it = pool(staging_bytes=2 * nbytes)
+    puts = StreamedPuts(it, [Reservation("a", nbytes, ""), Reservation("b", nbytes, "")])
 
     def give_up(staged: np.ndarray) -> None:
-        with StreamedPut(it, "k", 1000, "") as put:
-            put.write([(0, staged[:500])])
+        with puts:
+            puts.write(0, 0, staged[:nbytes])
             raise RuntimeError("null state")
 
-    with it.staging(1000, 1.0) as staged:
+    puts.reserve()
+    with it.staging(nbytes, 1.0) as staged:
         with pytest.raises(RuntimeError, match="null state"):
             give_up(staged)
-        with pytest.raises(PoolMissing):
-            it.size("k")
-        it.put("k", [staged], "")  # the room and the name are free again
+        assert set(it.store.objects) == {"a", "b"}, "their room is still taken"
+        assert puts.undo() == []
+        assert not it.store.objects
+        it.put("a", [staged], "")  # the room and the name are free again
     assert not threads()
+
+
+def test_a_write_that_fails_is_told_and_nothing_is_left() -> None:
+    it = pool(staging_bytes=4 * PUT_PIECE)
+    puts = StreamedPuts(it, [Reservation("a", 3 * PUT_PIECE, "")])
+    puts.reserve()
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "write":
+            raise PoolUnavailable("the store is away")
+
+    it.store.before = fail
+    with it.staging(3 * PUT_PIECE, 1.0) as staged, puts:
+        puts.write(0, 0, staged)
+        with pytest.raises(PoolUnavailable):
+            puts.seal()
+    assert puts.undo() == []
+    assert not it.store.objects
+    assert not threads()
+
+
+def test_what_was_sealed_goes_too() -> None:
+    """The second of two seals fails: the first object goes with it."""
+    it = pool()
+    puts = StreamedPuts(it, [Reservation("a", 100, ""), Reservation("b", 100, "")])
+    puts.reserve()
+
+    def fail(operation: str, key: str) -> None:
+        if (operation, key) == ("seal", "b"):
+            raise PoolUnavailable("the store is away")
+
+    it.store.before = fail
+    with it.staging(200, 1.0) as staged, puts:
+        puts.write(0, 0, staged[:100])
+        puts.write(1, 0, staged[100:])
+        with pytest.raises(PoolUnavailable):
+            puts.seal()
+    assert it.store.objects["a"].sealed
+    assert puts.undo() == []
+    assert not it.store.objects
 
 
 def test_a_full_store_and_a_key_that_is_there() -> None:
     it = pool(segment_bytes=4096)
-
-    def put_whole(key: str, staged: np.ndarray) -> None:
-        with StreamedPut(it, key, staged.nbytes, "") as put:
-            put.write([(0, staged)])
-            put.finish()
-            put.placement()
-
-    with it.staging(8192, 1.0) as staged:
-        with pytest.raises(PoolFull):
-            put_whole("large", staged)
-        it.put("k", [staged[:100]])
-        with pytest.raises(KeyExists):
-            put_whole("k", staged[:200])
+    with it.staging(100, 1.0) as staged:
+        it.put("k", [staged])
+    large = StreamedPuts(it, [Reservation("small", 100, ""), Reservation("large", 8192, "")])
+    with pytest.raises(PoolFull):
+        large.reserve()
+    assert large.undo() == []
+    again = StreamedPuts(it, [Reservation("other", 100, ""), Reservation("k", 200, "")])
+    with pytest.raises(KeyExists):
+        again.reserve()
+    assert again.undo() == []
+    assert set(it.store.objects) == {"k"}
     assert it.size("k") == 100, "somebody else's object stays"
-    assert not threads()
