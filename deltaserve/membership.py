@@ -37,6 +37,8 @@ class Member:
     """Its etcd lease: it fences its writes, and is the first half of its epochs."""
     draining: bool = False
     """True: finishes what it holds, takes nothing new."""
+    cache: str = ""
+    """Its cache geometry as JSON; the router pairs only workers between which state can move. Empty: not told."""
 
     def to_json(self) -> str:
         """The value stored in etcd."""

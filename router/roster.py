@@ -17,6 +17,7 @@ from deltaserve.config import Role
 from deltaserve.membership import Membership, View
 from router.metrics import Metrics
 from router.worker_link import LinkEvents, WorkerLink
+from statestore.reshard import meaning, refusal
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ WATCH_PAUSE = 1.0
 
 @dataclass(frozen=True)
 class Team:
-    """The workers of one model that take new requests."""
+    """The workers that take new requests, of one model and with caches between which state can move."""
 
     prefills: list[WorkerLink]
     decodes: list[WorkerLink]
@@ -50,6 +51,7 @@ class Roster:
         self._closing: set[asyncio.Task[None]] = set()
         self._decode_up = asyncio.Event()
         self._teams: list[Team] | None = None
+        self._refused: list[str] = []
         self.on_change: Callable[[], None] = lambda: None
         """Called when workers have come or gone."""
         self.view: View | None = None
@@ -78,15 +80,34 @@ class Roster:
         return [link for team in self.teams() for link in team.decodes_but(excluded)]
 
     def teams(self) -> list[Team]:
-        """The workers that take new requests, by model; made anew only when one has come, gone or changed."""
+        """The workers that take new requests, by model and meaning of their state; made anew only after a change."""
         if self._teams is None:
-            found: dict[str, Team] = {}
+            found: dict[tuple[str, str], Team] = {}
             for role in ROLES:
                 for link in self.ready(role):
-                    team = found.setdefault(link.member.model_digest, Team([], []))
+                    key = (link.member.model_digest, meaning(link.member.cache))
+                    team = found.setdefault(key, Team([], []))
                     (team.prefills if role == "prefill" else team.decodes).append(link)
             self._teams = list(found.values())
         return self._teams
+
+    def _refusals(self) -> list[str]:
+        """Why workers of one model are not paired with each other, one sentence for each two caches."""
+        # A cluster has many workers and few kinds of caches.
+        kinds = [
+            {
+                (link.member.model_digest, link.member.cache): link
+                for link in self._links.values()
+                if link.member.role == role
+            }
+            for role in ROLES
+        ]
+        return [
+            f"{one.worker_id} is not paired with {other.worker_id}: {why}"
+            for (model, cache), one in kinds[0].items()
+            for (model_too, cache_too), other in kinds[1].items()
+            if model == model_too and (why := refusal(cache, cache_too))
+        ]
 
     async def wait_decode(self, timeout: float) -> bool:
         """True as soon as a decode worker takes requests; False after `timeout` seconds without one."""
@@ -141,6 +162,7 @@ class Roster:
             missing.append("decode: no decode worker is reachable; requests are answered 503")
         if not roles["prefill"]["ready"]:
             missing.append("prefill: no prefill worker is reachable; prompts are prefilled on decode workers")
+        missing += self._refusals()
         return {"roles": roles, "register": bool(self.view and self.view.connected), "missing": missing}
 
     @staticmethod
@@ -195,6 +217,11 @@ class Roster:
                 link.retiring = True
                 if not link.legs:
                     self._drop(link)
+        refused = self._refusals()
+        for sentence in refused:
+            if sentence not in self._refused:
+                log.error("%s", sentence)
+        self._refused = refused
         self.changed()
 
     def _drop(self, link: WorkerLink) -> None:

@@ -125,8 +125,15 @@ async def _main(config: WorkerConfig, parts: Parts) -> int:
     tracing.configure(config.trace, f"deltaserve.{config.role}", worker_id)
     stage("joining the cluster")
     membership = parts.membership(config)
-    member = Member(worker_id, config.role, config.advertise or address, digest, geometry.fingerprint(), 0)
-
+    member = Member(
+        worker_id,
+        config.role,
+        config.advertise or address,
+        digest,
+        geometry.fingerprint(),
+        0,
+        cache=geometry.to_json(),
+    )
     membership.on_lease = role.on_lease
     joined = await membership.join(member)
     await role.on_lease(joined.lease)

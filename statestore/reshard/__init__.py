@@ -24,7 +24,7 @@ rank writes and reads; compat.py whether two geometries map at all. All of it is
 nothing imports an engine, torch or a store's client.
 """
 
-from statestore.reshard.compat import GeometryMismatch, compatible
+from statestore.reshard.compat import GeometryMismatch, compatible, meaning, refusal
 from statestore.reshard.objects import (
     CHUNK,
     SPLIT_TOKENS,
@@ -77,6 +77,7 @@ __all__ = [
     "local_index",
     "local_length",
     "locate",
+    "meaning",
     "mla_units",
     "owned_tokens",
     "owner",
@@ -84,6 +85,7 @@ __all__ = [
     "plan_read",
     "plan_read_chain",
     "plan_write",
+    "refusal",
     "row_bytes",
     "row_tokens",
     "written_tokens",

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
+
 from statestore.geometry import Geometry
 
 _MUST_AGREE: tuple[tuple[str, str], ...] = (
@@ -43,3 +46,38 @@ def compatible(src: Geometry, dst: Geometry) -> None:
         src_value, dst_value = getattr(src, field), getattr(dst, field)
         if src_value != dst_value:
             raise GeometryMismatch(field, src_value, dst_value, remedy)
+
+
+@lru_cache(maxsize=256)
+def meaning(geometry: str) -> str:
+    """What a byte of state means under a geometry (`Geometry.to_json`): equal for two exactly when `compatible`.
+
+    So workers fall into groups within which all may hand over to all. "" for "": a worker that did not say. One that
+    cannot be read is a group of its own.
+    """
+    if not geometry:
+        return ""
+    try:
+        read = _read(geometry)
+    except ValueError:
+        return geometry
+    return json.dumps([getattr(read, field) for field, _ in _MUST_AGREE])
+
+
+def refusal(src: str, dst: str) -> str:
+    """Why state cannot move from one geometry to another (`Geometry.to_json`), naming field and remedy; "": it can.
+
+    What a worker did not say ("") refuses nothing here: its loads still do.
+    """
+    if not src or not dst:
+        return ""
+    try:
+        compatible(_read(src), _read(dst))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache(maxsize=256)
+def _read(geometry: str) -> Geometry:
+    return Geometry.from_json(geometry)
