@@ -61,8 +61,8 @@ class _Quiet(WSGIRequestHandler):
 
 def application(health: Health) -> Callable[..., Iterable[bytes]]:
     """The WSGI application."""
-    metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(REGISTRY)  # type: ignore[no-untyped-call]
-    questions = {"/alive": health.alive, "/ready": lambda: health.ready}
+    metrics = make_wsgi_app(REGISTRY)
+    questions: dict[str, Callable[[], bool]] = {"/alive": health.alive, "/ready": lambda: health.ready}
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         question = questions.get(environ["PATH_INFO"])
