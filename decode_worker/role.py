@@ -102,7 +102,7 @@ class DecodeRole(Role):
         record = chain[-1]
         prefix = prompt[: record.length]
         if record.length != len(prompt) - 1 or record.prefix_hash != prefix_hash(prefix, add.cache_salt):
-            log.error("boundary %s is of another prompt than request %s", record.id, add.request_id)
+            log.error("request %s: boundary %s is of another prompt", add.request_id, record.id)
             return (), "wrong_prefix"
         try:
             for geometry in {one.geometry for one in chain}:
@@ -135,6 +135,7 @@ class DecodeRole(Role):
 
     def _report(self, job: Job, tokens: int, failure: str, local: int = 0, of: int = 0) -> None:
         """Tell the router. `of`: tokens that should have come from the store; 0: all but the last."""
+        log.debug("request %s: %d tokens restored %s", job.add.request_id, tokens, failure)
         span: Span = job.state.pop("load span", NO_SPAN)
         span.set(tokens=tokens, local_tokens=local)
         span.end(failure)

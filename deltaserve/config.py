@@ -64,6 +64,9 @@ class LogConfig(BaseModel):
     format: Literal["text", "json"] = Field(
         "text", description="text, or json: one object a line, with the request's id (docs/observe.md)"
     )
+    level: Literal["debug", "info", "warning"] = Field(
+        "info", description="least level that is logged; debug: lines for every request"
+    )
 
 
 class TraceConfig(BaseModel):

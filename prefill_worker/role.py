@@ -199,6 +199,13 @@ class PrefillRole(Role):
         boundary = committed.links[-1]
         nbytes = sum(link.nbytes for link in outcome.links)
         self._held[boundary.id] = boundary
+        log.debug(
+            "request %s: boundary %s of %d tokens, %d bytes",
+            job.add.request_id,
+            boundary.id,
+            boundary.length,
+            nbytes,
+        )
         span.set(boundary=boundary.id, bytes=nbytes, ranks=len(boundary.ranks), links=len(outcome.links))
         span.end()
         if job.progress is not None:

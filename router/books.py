@@ -46,7 +46,7 @@ class Books:
         """End a request with ERROR; only this one, whatever happened."""
         if flight.stage is Stage.ENDED:
             return
-        log.warning("request %s ends with an error: %s: %s", flight.request_id, kind, detail)
+        log.warning("request %s ends with an error: %s: %s", flight.name, kind, detail)
         flight.trace.failure, flight.trace.detail = kind, detail
         self.abort_leg(flight)
         self.end(flight, "error", "error")
@@ -60,6 +60,7 @@ class Books:
             link.outstanding = max(0, link.outstanding - flight.charged)
             link.state_bytes = max(0, link.state_bytes - flight.charged_bytes)
             flight.link, flight.charged, flight.charged_bytes = None, 0, 0
+            flight.spans.leave()
             if link.retiring and not link.legs:
                 self._roster.retire_idle(link)
         flight.cancel_stage_timer()
@@ -99,6 +100,8 @@ class Books:
         self._metrics.in_flight.set(len(self.flights))
         self._metrics.requests.labels(outcome).inc()
         self._metrics.tokens.inc(flight.tokens_sent)
+        self._metrics.ended(trace)
+        flight.spans.end(trace)
         if flight.any_output:
             for source, tokens in (
                 ("store", trace.from_store),

@@ -41,7 +41,7 @@ from deltaserve.config import RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
-from router import policy
+from router import policy, spans
 from router.admission import PROMPT_SEEN
 from router.books import Books
 from router.chooser import Chooser
@@ -116,7 +116,7 @@ class Dispatcher:
         try:
             override = parse_override(extra.pop("kv_transfer_params", None))
         except InvalidPlacement as error:
-            log.error("request %s: %s; ignored", request.request_id, error)
+            log.error("request %s: %s; ignored", request.external_req_id or request.request_id, error)
             override = None
         params.extra_args = extra or None  # nothing that a client wrote there may reach a worker
         loop = asyncio.get_running_loop()
@@ -143,6 +143,7 @@ class Dispatcher:
             deadline=now + self.config.request_timeout,
         )
         self.traces.add(flight.trace)
+        flight.spans = spans.begin(flight.trace)
         self._books.flights[request.request_id] = flight
         self.metrics.in_flight.set(len(self._books.flights))
         flight.timers.append(
@@ -174,6 +175,11 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Requests held now."""
         return len(self._books.flights)
+
+    @property
+    def flights(self) -> Iterable[Flight]:
+        """Requests held now; to look at."""
+        return self._books.flights.values()
 
     @property
     def decode_slots(self) -> int:
@@ -269,6 +275,7 @@ class Dispatcher:
             load=load,
             timeout=timeout,
             history=flight.history if stage is Stage.DECODE else (),
+            traceparent=flight.spans.leg(stage.value, link.worker_id),
         )
         link.send(pb.ToWorker(add=add))
         flight.cancel_stage_timer()
@@ -308,6 +315,7 @@ class Dispatcher:
         for flight in legs:
             flight.charged = flight.charged_bytes = 0
             flight.link = None
+            flight.spans.leave(reason)
             if flight.stage is Stage.PREFILL:
                 self._recovery.handover_failed(flight, "prefill_failed", f"{link.worker_id} lost: {reason}")
             elif flight.stage is Stage.DECODE:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from router.placement import Placement
 from router.policy import Prompt
+from router.spans import NO_SPANS, RequestSpans
 from router.trace import Trace
 
 if TYPE_CHECKING:
@@ -90,12 +91,18 @@ class Flight:
     """True once its route is in the metrics."""
     load_failed: bool = False
     dispatched: float = 0.0
+    spans: RequestSpans = NO_SPANS
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
     """[0] the whole request's deadline; then the stage's own."""
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def name(self) -> str:
+        """The id that the client knows it by; for logs."""
+        return self.trace.request_id
 
     @property
     def tokens_sent(self) -> int:

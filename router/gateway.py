@@ -2,6 +2,7 @@
 """The outermost ASGI application: what must be decided before vLLM's own application sees a request.
 
     GET /health, GET /deltaserve/requests/{id}     answered here
+    GET /ui ...                                    the status page (router/ui/)
     a path that is not served                      404
     a body longer than max_body_bytes              413 (and what the client still sends is read, up to a bound)
     a body that takes too long                     408
@@ -27,7 +28,9 @@ from urllib.parse import unquote
 from router.admission import PROMPT_SEEN, Door, Key, KeyRing, Permit, Refused
 from router.dispatcher import MAX_FLIGHTS, Dispatcher
 from router.errors import error_body
+from router.observe import name_request
 from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
+from router.ui import StatusPage
 
 T = TypeVar("T", int, float)
 
@@ -140,6 +143,7 @@ class Gateway:
             config.ttft_slo,
             max(0.1, config.worker_wait),
         )
+        self._page = StatusPage(dispatcher)
         dispatcher.roster.on_change = self.door.pump
         dispatcher.metrics.queued.set_function(lambda: self.door.queued)
         dispatcher.metrics.inside.set_function(lambda: self.door.inside)
@@ -152,6 +156,8 @@ class Gateway:
         key = self._keys.find(_credential(scope))
         if path == "/health" and method in ("GET", "HEAD"):
             await self._health(send)
+        elif self._page.serves(path):
+            await self._page(send, method, path, key is not None)
         elif key is None and path not in OPEN:
             await self._refuse(send, 401, _UNKNOWN_KEY)
         elif path.startswith(_TRACE) and method == "GET":
@@ -221,6 +227,7 @@ class Gateway:
         except TimeoutError:
             await self._refuse(send, 408, f"the body did not arrive within {BODY_SECONDS:.0f} s", close=True)
             return
+        name_request(scope, body)
         if b"kv_transfer_params" in body:
             try:
                 _check_override(body)

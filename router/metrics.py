@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from deltaserve import __version__
 from router.placement import LOCAL_REASONS
 
+if TYPE_CHECKING:
+    from router.roster import Roster
+    from router.trace import Trace
+
+TPOT_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -89,5 +97,51 @@ class Metrics:
             buckets=SECONDS,
             registry=registry,
         )
+        self.ttft = Histogram(
+            "deltaserve_router_ttft_seconds",
+            "From a request's arrival at the dispatcher to its first token",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "deltaserve_router_tpot_seconds",
+            "Mean time between the tokens of one answer, pauses included; answers of two tokens and more",
+            buckets=TPOT_SECONDS,
+            registry=registry,
+        )
+        self.handover_bytes = Counter(
+            "deltaserve_router_handover_bytes",
+            "Bytes of the boundaries that requests were handed over with",
+            registry=registry,
+        )
+        self.outstanding = Gauge(
+            "deltaserve_router_outstanding_tokens",
+            "Tokens given to workers and not yet done with",
+            ["role"],
+            registry=registry,
+        )
+        self.register = Gauge(
+            "deltaserve_router_register_connected",
+            "1 while etcd answers; 0: the workers last seen stay in use",
+            registry=registry,
+        )
+        self.info = Gauge(
+            "deltaserve_router_info", "1, with what this router is", ["version", "policy"], registry=registry
+        )
         for reason in LOCAL_REASONS:  # so that a rate over a reason exists before its first event
             self.local_prefills.labels(reason)
+
+    def ended(self, trace: Trace) -> None:
+        """A request is over: what its client has seen of time, and what it was handed over with."""
+        if trace.first_token_after is not None:
+            self.ttft.observe(trace.first_token_after)
+        if (tpot := trace.tpot) is not None:
+            self.tpot.observe(tpot)
+        self.handover_bytes.inc(trace.boundary_bytes)
+
+    def watch(self, roster: Roster, policy: str) -> None:
+        """Ask the roster at each scrape."""
+        self.info.labels(__version__, policy).set(1)
+        self.register.set_function(lambda: float(bool(roster.view and roster.view.connected)))
+        self.outstanding.labels("prefill").set_function(lambda: float(roster.outstanding("prefill")))
+        self.outstanding.labels("decode").set_function(lambda: float(roster.outstanding("decode")))

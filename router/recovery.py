@@ -69,7 +69,7 @@ class Recovery:
 
     def handover_failed(self, flight: Flight, reason: str, detail: str) -> None:
         """No boundary will come of this handover: the decode worker computes the prompt."""
-        log.warning("request %s: %s: %s", flight.request_id, reason, detail)
+        log.warning("request %s: %s: %s", flight.name, reason, detail)
         flight.cancel_stage_timer()
         self._books.unreserve(flight)
         flight.local_reason = reason
@@ -101,7 +101,7 @@ class Recovery:
         if flight.any_output:
             log.warning(
                 "request %s: %s: %s; going on after %d tokens",
-                flight.request_id,
+                flight.name,
                 kind,
                 reason,
                 flight.tokens_sent,

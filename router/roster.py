@@ -109,6 +109,14 @@ class Roster:
             if model == model_too and (why := refusal(cache, cache_too))
         ]
 
+    def links(self, role: Role) -> list[WorkerLink]:
+        """Every link of a role, whatever its state; to look at."""
+        return [link for link in self._links.values() if link.member.role == role]
+
+    def outstanding(self, role: Role) -> int:
+        """Tokens given to the workers of a role and not yet done with."""
+        return sum(link.outstanding for link in self.links(role))
+
     async def wait_decode(self, timeout: float) -> bool:
         """True as soon as a decode worker takes requests; False after `timeout` seconds without one."""
         if self._decode_up.is_set():

@@ -7,15 +7,15 @@ asked for n > 1 or sent a list of prompts; the answer then lists them as parts.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
+
+from deltaserve.telemetry.logs import client_id
 
 CAPACITY = 4096
 """Engine requests remembered, running and ended ones together."""
-
-_PROMPT_INDEX = re.compile(r"^(cmpl-.+)-\d+$")
 
 
 @dataclass(slots=True)
@@ -63,11 +63,16 @@ class Trace:
     first_token_after: float | None = None
     ended_after: float | None = None
 
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds between its tokens, pauses included; None before its end, or with fewer than two tokens."""
+        if self.first_token_after is None or self.ended_after is None or self.output_tokens < 2:
+            return None
+        return (self.ended_after - self.first_token_after) / (self.output_tokens - 1)
 
-def response_id(external_id: str) -> str:
-    """The OpenAI response's id for vLLM's external request id (completions append the prompt's index)."""
-    match = _PROMPT_INDEX.match(external_id)
-    return match.group(1) if match else external_id
+
+response_id = client_id
+"""The OpenAI response's id for vLLM's external request id."""
 
 
 @dataclass
@@ -102,6 +107,10 @@ class TraceRing:
                     answer["parts"] = [asdict(trace) for trace in traces]
                 return answer
         return None
+
+    def recent(self, number: int = CAPACITY) -> list[Trace]:
+        """The last `number` traces, newest first."""
+        return list(islice(reversed(self._order), number))
 
     def __len__(self) -> int:
         return len(self._order)

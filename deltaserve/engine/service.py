@@ -25,6 +25,7 @@ import grpc
 from deltaserve.engine.host import EngineHost
 from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.telemetry import WORKER, about, tracing
+from deltaserve.telemetry.logs import client_id
 from deltaserve.telemetry.progress import Board
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
@@ -109,7 +110,7 @@ class WorkerService(WorkerServicer):
     def _event(self, name: str, key: str, args: tuple[Any, ...]) -> None:
         job = self._jobs.get(key)
         if job is not None and self._role is not None:
-            with about(job.add.request_id):  # also what the role begins beside the requests
+            with about(client_id(job.add.request_id)):  # also what the role begins beside the requests
                 getattr(self._role, f"on_{name}")(job, *args)
 
     def _deliver(self, batches: list[Any]) -> None:
@@ -141,7 +142,7 @@ class WorkerService(WorkerServicer):
         stream.jobs[add.id] = job
         self._jobs[job.key] = job
         self._observe(job)
-        with about(add.request_id):
+        with about(client_id(add.request_id)):
             try:
                 request = await self._role.prepare(job)
             except Refused as error:
@@ -158,16 +159,17 @@ class WorkerService(WorkerServicer):
     def _observe(self, job: Job) -> None:
         """Begin what is seen of a job from outside: its span, and its handoff if it has one."""
         add, handoff = job.add, job.add.WhichOneof("handoff")
+        name = client_id(add.request_id)
         if handoff == "publish":
-            job.progress = self._board.begin(add.request_id, "publish", len(add.prompt) - 1)
+            job.progress = self._board.begin(name, "publish", len(add.prompt) - 1)
         elif handoff == "load":
-            job.progress = self._board.begin(add.request_id, "load", len(add.prompt) - 1, add.load.boundary)
+            job.progress = self._board.begin(name, "load", len(add.prompt) - 1, add.load.boundary)
         if tracing.enabled():
             job.span = tracing.begin(
                 "prefill" if handoff == "publish" else "generate",
                 add.traceparent,
                 "server",
-                request_id=add.request_id,
+                request_id=name,
                 worker_id=self._description.worker_id,
                 prompt_tokens=len(add.prompt),
                 resumed_after=len(add.history) or None,
@@ -196,7 +198,7 @@ class WorkerService(WorkerServicer):
         job.ended = True
         job.stream.jobs.pop(job.add.id, None)
         assert self._role is not None
-        with about(job.add.request_id):
+        with about(client_id(job.add.request_id)):
             self._role.on_end(job, reason)
         error = "" if reason == "finished" else reason
         if not job.silent or error:  # a publish goes on when the engine has finished; its role ends the span

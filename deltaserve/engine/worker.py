@@ -64,7 +64,7 @@ class StartFailed(Exception):
 
 def run(config: WorkerConfig, parts: Parts) -> int:
     """Run a worker until a signal or a failure; returns the exit code."""
-    configure_logging(config.role, config.log.format)
+    configure_logging(config.role, config.log)
     if config.log.format == "json":
         hand_to_vllm(config.role)
     set_environment(config)

@@ -4,8 +4,8 @@
 Where the id comes from, first hit wins:
 
     1  the record's own `extra={"request_id": ...}`
-    2  its first argument, when its words begin with "request %s" (that is how a line about a request begins here)
-    3  `about(request_id)`, inside of which the line was written, also by tasks that began there
+    2  `about(request_id)`, inside of which the line was written, also by tasks that began there
+    3  its first argument, when its words begin with "request %s" (that is how a line about a request begins here)
 
 It is the id that the client got (`id` of the OpenAI response) in all processes, so one search finds all of them. The
 gateway's own lines come before there is a response; they carry the X-Request-Id that the id is made from.
@@ -23,7 +23,9 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from deltaserve.config import LogConfig
 
 REQUEST_ID: ContextVar[str] = ContextVar("deltaserve_request_id", default="")
 """The request that the running code is about; empty: none."""
@@ -53,10 +55,10 @@ def about(request_id: str) -> Iterator[None]:
 
 def request_of(record: logging.LogRecord) -> str:
     """The id of the request that a record is about; empty: about none. See the module's description."""
-    given = getattr(record, "request_id", "")
+    given = getattr(record, "request_id", "") or REQUEST_ID.get()
     if not given and isinstance(record.msg, str) and record.msg.startswith("request %s") and record.args:
         given = record.args[0] if isinstance(record.args, tuple) else ""
-    return client_id(str(given or REQUEST_ID.get()))
+    return str(given)
 
 
 class JsonFormatter(logging.Formatter):
@@ -83,17 +85,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def configure_logging(name: str, style: Literal["text", "json"] = "text") -> None:
+def configure_logging(name: str, config: LogConfig | None = None) -> None:
     """Log to stderr: as text (time, level, process, logger, message) or as JSON. `name`: of this process."""
+    config = config or LogConfig()
     handler = logging.StreamHandler(sys.stderr)
-    if style == "json":
+    if config.format == "json":
         handler.setFormatter(JsonFormatter(name))
     else:
         handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {name} %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    for noisy in ("vllm", "grpc", "asyncio", "opentelemetry"):
+    root.setLevel(config.level.upper())
+    for noisy in ("vllm", "grpc", "asyncio", "opentelemetry", "httpx", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

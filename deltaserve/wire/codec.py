@@ -83,14 +83,16 @@ def encode_add(
     load: pb.Load | None = None,
     timeout: float = 0.0,
     history: Sequence[int] = (),
+    traceparent: str = "",
 ) -> pb.Add:
     """The `Add` of one leg of a request (at most one of `publish` and `load`); `sampling` from `encode_sampling`.
 
-    `history`: tokens of the answer that exist already, for a request that is resumed.
+    `history`: tokens of the answer that exist already, for a request that is resumed. `traceparent`: of the span that
+    the worker's spans belong below. The request goes by the name that the client knows it by.
     """
     return pb.Add(
         id=leg,
-        request_id=request.request_id,
+        request_id=request.external_req_id or request.request_id,
         prompt=request.prompt_token_ids,
         sampling=sampling,
         priority=request.priority,
@@ -100,6 +102,7 @@ def encode_add(
         load=load,
         timeout=timeout,
         history=history,
+        traceparent=traceparent,
     )
 
 
