@@ -133,7 +133,7 @@ def _entry(plan: ObjectPlan, placed: Placement, digests: tuple[str, ...]) -> Obj
 
 
 def _pieces(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """(first, how many) of `count` items of `nbytes` each, gathered together: a quarter of all, or a piece of a put."""
-    each = max(1, min(-(-count // 4), -(-PUT_PIECE // nbytes)))
+    """(first, how many) of `count` items of `nbytes` each that are gathered, then written, as one piece."""
+    each = max(1, -(-PUT_PIECE // nbytes))
     for first in range(0, count, each):
         yield first, min(each, count - first)

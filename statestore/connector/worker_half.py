@@ -25,12 +25,17 @@ from statestore.connector.describe import geometry_of
 from statestore.connector.loading import Loader
 from statestore.connector.messages import LinkName, LoadJob, PublishJob, RankReport, RankReports
 from statestore.connector.publishing import Publisher
+from statestore.geometry import Geometry
 from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable, SizeMismatch
+from statestore.reshard import CHUNK
 
 log = logging.getLogger(__name__)
 
 IO_THREADS = 2
 """That write, and as many that read."""
+
+LEAST_STAGING, MOST_STAGING = 64 << 20, 512 << 20
+"""Bounds of a rank's staging memory, bytes. It costs memory only where it has been used."""
 
 _STEP_PATIENCE = 4
 """An engine step that takes so many times the timeout of a load is given up: what a service waits for a publish."""
@@ -46,6 +51,7 @@ class WorkerHalf:
         store = StoreConfig.model_validate(extra["store"])
         ranks = vllm_config.parallel_config.world_size
         self._store = store.model_copy(update={"segment_bytes": store.segment_bytes // ranks})
+        self._longest = int(vllm_config.model_config.max_model_len)
         self._rank = 0
         self._view: CacheView | None = None
         self._pool: Pool | None = None
@@ -69,7 +75,8 @@ class WorkerHalf:
         timeout = self._extra["load_timeout"]
         self._rank = get_tensor_model_parallel_rank()
         self._view = CacheView(kv_caches, self._kv_cache_config, self._geometry)
-        self._pool = MooncakePool(self._store)
+        room = staging_bytes(self._geometry, self._longest)
+        self._pool = MooncakePool(self._store, staging_bytes=room)
         self._publisher = Publisher(self._view, self._pool, self._rank, timeout)
         self._loader = Loader(
             self._view, self._pool, self._rank, timeout, self._extra["verify"], self._extra["damage"]
@@ -172,6 +179,18 @@ class WorkerHalf:
             )
         report.seconds = time.monotonic() - began
         return report
+
+
+def staging_bytes(geometry: Geometry, longest: int) -> int:
+    """Staging memory of one rank: what is written and what is read of the longest boundary (`longest` tokens) at once.
+
+    A publish takes one slice for all that the rank writes, a load one for all that it reads, and what is larger than
+    the whole staging memory gets memory of its own, one at a time. A rank reads its heads and the rows that it owns, in
+    whole units, and writes no more than that.
+    """
+    sizes = geometry.sizes
+    rows = min(longest, -(-longest // geometry.dcp) + CHUNK)
+    return min(max(2 * (sizes.kda_rank + rows * sizes.mla_token), LEAST_STAGING), MOST_STAGING)
 
 
 def failure_kind(error: Exception) -> str:
