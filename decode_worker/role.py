@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from decode_worker.answers import Answers
@@ -35,6 +35,7 @@ from statestore.ledger import Chain, ChainBroken, Ledger, LedgerError
 from statestore.pool import Pool
 from statestore.prefix import prefix_hash
 from statestore.reshard import GeometryMismatch, compatible
+from statestore.unread import Unread
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class DecodeRole(Role):
         super().__init__()
         self._geometry, self._ledger, self._pool = geometry, ledger, pool
         self._verify = config.verify
+        self._unread = Unread(ledger)
         self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
         self._answers = Answers(config, self.publisher, self.background, forget)
 
@@ -162,6 +164,9 @@ class DecodeRole(Role):
 
     async def release(self, boundaries: list[str]) -> None:
         """What a decode worker publishes is nobody's own; its budget evicts it."""
+
+    async def unread(self, segments: Collection[str]) -> int:
+        return await self._unread.count(segments)
 
     async def close(self) -> None:
         await self._finish_tasks(0.5)

@@ -143,6 +143,9 @@ class WorkerConfig(BaseModel):
         description="bytes of checkpoints this worker keeps in the store; empty: half of store_segment_bytes; "
         "0: it keeps none",
     )
+    drain_seconds: float = Field(
+        25.0, ge=0, description="seconds a worker that was told to go has to finish what it holds"
+    )
     metrics_port: int = Field(
         0, ge=0, le=65535, description="port of /metrics for Prometheus, at host; 0: none"
     )
@@ -370,4 +373,23 @@ class BoundariesConfig(BaseModel):
     json_output: bool = Field(
         False, description="print one JSON document", json_schema_extra={"flag": "--json"}
     )
+    etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
+
+
+class DrainConfig(BaseModel):
+    """`deltaserve drain`: a worker finishes what it holds, and leaves."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker: str = Field(
+        min_length=1,
+        description="the worker: its id, an unambiguous beginning of it, or its address",
+        json_schema_extra={"positional": True},
+    )
+    seconds: float | None = Field(
+        None,
+        ge=0,
+        description="seconds it has to finish what it holds, the rest goes on elsewhere; empty: its own limit",
+    )
+    wait: float = Field(600.0, gt=0, description="seconds after which this command gives up")
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())

@@ -32,7 +32,7 @@ from deltaserve.etcd_client import (
     check_version,
 )
 from deltaserve.etcd_watch import Watched, watch
-from deltaserve.membership import Member, Membership, View, member_key
+from deltaserve.membership import DrainOrder, Member, Membership, View, drain_key, member_key
 
 __all__ = [
     "Compare",
@@ -72,6 +72,7 @@ class EtcdMembership(Membership):
         self._writing = asyncio.Lock()
         self._renewed = 0.0
         self._unwritten = False
+        self._order: KeyValue | None = None
 
     async def join(self, member: Member) -> Member:
         """See `Membership.join`. Also refuses a server whose version loses data (EtcdVersionRefused)."""
@@ -98,6 +99,35 @@ class EtcdMembership(Membership):
             self._member = replace(member, lease=self._member.lease)
             self._unwritten = True
             await self._put(self._member)
+
+    async def drain_order(self) -> DrainOrder:
+        """See `Membership.drain_order`."""
+        if self._member is None:
+            raise ValueError("member: it has not joined, so nobody can ask it to drain")
+        key = f"{self._prefix}/{drain_key(self._member.worker_id)}"
+        async with contextlib.aclosing(watch(self._etcd, key)) as states:
+            async for state in states:
+                if (kv := state.items.get(key)) is None:
+                    continue
+                try:
+                    order = DrainOrder.from_json(kv.value)
+                except ValueError as error:
+                    log.error("%s: %s", key, error)
+                    continue
+                self._order = kv
+                return order
+        raise EtcdUnavailable("the watch of drain orders has ended")
+
+    async def drained(self, moved: int) -> None:
+        """See `Membership.drained`."""
+        if self._order is None:
+            return
+        try:
+            await self._etcd.put(
+                self._order.key, DrainOrder(done=True, moved=moved).to_json(), lease=self._order.lease
+            )
+        except EtcdUnavailable as error:
+            log.warning("whoever asked for the drain is not told of its end: %s", error)
 
     async def leave(self) -> None:
         """See `Membership.leave`."""

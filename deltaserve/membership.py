@@ -4,6 +4,7 @@
 Layout in etcd, under the cluster's prefix:
 
     PREFIX/members/<role>/<worker id>    JSON of `Member`, attached to the worker's lease
+    PREFIX/drain/<worker id>             JSON of `DrainOrder`, attached to the lease of whoever asks (drain.py)
 
 The same lease fences what the worker writes into the ledger (statestore/ledger.py), and the lease id is the first half
 of every epoch. `Membership` is the seam; the etcd implementation is `deltaserve.etcd.EtcdMembership`.
@@ -74,6 +75,35 @@ def member_key(worker_id: str) -> str:
     return f"members/{role}/{worker_id}"
 
 
+@dataclass(frozen=True)
+class DrainOrder:
+    """Somebody asks a worker to drain, and what the worker answers."""
+
+    seconds: float | None = None
+    """How long it may take to finish what it holds; None: its own limit."""
+    done: bool = False
+    """The worker's answer: it holds nothing any more, or its time is up, and it goes."""
+    moved: int = 0
+    """The worker's answer: what it still held."""
+
+    def to_json(self) -> str:
+        """The value stored in etcd."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DrainOrder:
+        """Inverse of `to_json`. Raises ValueError for anything else."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"drain order does not fit this version of deltaserve: {error}") from error
+
+
+def drain_key(worker_id: str) -> str:
+    """Key of a drain order below the cluster's prefix."""
+    return f"drain/{worker_id}"
+
+
 class Membership(ABC):
     """The seam between a role and the cluster's register."""
 
@@ -92,6 +122,14 @@ class Membership(ABC):
     @abstractmethod
     async def update(self, member: Member) -> None:
         """Replace the record of a joined member (to mark it draining)."""
+
+    @abstractmethod
+    async def drain_order(self) -> DrainOrder:
+        """Wait until somebody asks the joined member to drain, for ever; survives the register's absence."""
+
+    @abstractmethod
+    async def drained(self, moved: int) -> None:
+        """Answer the order, if there was one: this member goes now, still holding `moved`. Never raises."""
 
     @abstractmethod
     async def leave(self) -> None:

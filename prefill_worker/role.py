@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from deltaserve.config import WorkerConfig
@@ -42,6 +42,7 @@ from statestore.geometry import Geometry
 from statestore.ledger import Ledger, LedgerError
 from statestore.pool import Pool
 from statestore.reshard import Packing
+from statestore.unread import Unread
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class PrefillRole(Role):
     ) -> None:
         super().__init__()
         self._config, self._pool, self._forget = config, pool, forget
+        self._unread = Unread(ledger)
         self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
         self._spacing = config.checkpoint_tokens if config.checkpoint_limit else 0
         self._held: dict[str, BoundaryRecord] = {}
@@ -264,6 +266,9 @@ class PrefillRole(Role):
             record = self._held.pop(name, None)
             if record is not None:
                 await self.publisher.release(record, HANDOFF.released)
+
+    async def unread(self, segments: Collection[str]) -> int:
+        return await self._unread.count(segments)
 
     async def close(self) -> None:
         await self.release(list(self._held))

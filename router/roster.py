@@ -209,6 +209,7 @@ class Roster:
             log.info("register: %s", "connected" if view.connected else "away; the last view stays in force")
         self.view = view
         seen = set()
+        going: list[WorkerLink] = []
         for member in view.members:
             seen.add(member.worker_id)
             link = self._links.get(member.worker_id)
@@ -219,9 +220,13 @@ class Roster:
                 link = self._links[member.worker_id] = WorkerLink(member, self._events)
                 link.start()
             link.member = member
+            if member.draining and not link.retiring:
+                going.append(link)
             link.retiring = member.draining
         for worker_id, link in list(self._links.items()):
             if worker_id not in seen:
+                if not link.retiring:
+                    going.append(link)
                 link.retiring = True
                 if not link.legs:
                     self._drop(link)
@@ -231,6 +236,8 @@ class Roster:
                 log.error("%s", sentence)
         self._refused = refused
         self.changed()
+        for link in going:
+            self._events.retiring(link)
 
     def _drop(self, link: WorkerLink) -> None:
         self._links.pop(link.worker_id, None)

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from deltaserve.config import Role
-from deltaserve.membership import Member, Membership, View
+from deltaserve.membership import DrainOrder, Member, Membership, View
 from deltaserve.wire import worker_pb2 as pb
 from router.chooser import Chooser
 from router.cooldown import Cooldown
@@ -39,6 +39,12 @@ class Register(Membership):
         return member
 
     async def update(self, member: Member) -> None:
+        return
+
+    async def drain_order(self) -> DrainOrder:
+        return DrainOrder()
+
+    async def drained(self, moved: int) -> None:
         return
 
     async def leave(self) -> None:

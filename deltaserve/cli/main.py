@@ -27,6 +27,7 @@ from deltaserve.config import (
     BoundariesConfig,
     ClusterConfig,
     DoctorConfig,
+    DrainConfig,
     RouterConfig,
     VerifyConfig,
     WorkerConfig,
@@ -55,6 +56,7 @@ COMMANDS = (
     Command(
         "doctor", "report what this machine can run, and why", DoctorConfig, "deltaserve.doctor.main:run"
     ),
+    Command("drain", "let a worker finish what it holds and leave", DrainConfig, "deltaserve.cli.drain:run"),
     Command("boundaries", "list what the ledger holds", BoundariesConfig, "deltaserve.cli.boundaries:run"),
 )
 

@@ -53,6 +53,11 @@ class Option:
         return _without_none(self.field.annotation)
 
     @property
+    def positional(self) -> bool:
+        """True for a value that is given without a flag; `flag` is its name then."""
+        return not self.flag.startswith("-")
+
+    @property
     def is_bool(self) -> bool:
         """True for a switch that has a --no- form."""
         return self.annotation is bool
@@ -75,6 +80,8 @@ class Option:
 
     def encode(self, value: object) -> list[str]:
         """The arguments that give `value`; the inverse of parsing."""
+        if self.positional:
+            return [str(value)]
         if self.is_bool:
             return [self.flag if value else self.flag.replace("--", "--no-", 1)]
         if self.container is not None:
@@ -96,6 +103,8 @@ def _walk(model: type[BaseModel], command: str, outer: tuple[str, ...]) -> Itera
             continue
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         flag = str(extra.get("flag", "--" + "-".join(path).replace("_", "-")))
+        if extra.get("positional"):
+            flag = "-".join(path).upper()
         env = "_".join([ENV_PREFIX, command, *flag.removeprefix("--").split("-")]).upper()
         yield Option(path, flag, env, field)
 
@@ -110,6 +119,15 @@ def add_options(
     parser.add_argument(CONFIG_FLAG, metavar="FILE", help=f'JSON file; its object "{command}" gives fields')
     for option in options_of(model, command):
         if option.path[0] in hidden:
+            continue
+        if option.positional:
+            parser.add_argument(
+                ".".join(option.path),
+                nargs="?",
+                default=argparse.SUPPRESS,
+                metavar=option.flag,
+                help=_help(option),
+            )
             continue
         parser.add_argument(
             option.flag,
@@ -139,6 +157,8 @@ def _metavar(option: Option) -> str:
 
 def _help(option: Option) -> str:
     default = option.field.get_default(call_default_factory=True)
+    if option.field.is_required():
+        return f"{option.field.description} (required; {option.env})".replace("%", "%%")
     if isinstance(default, list):
         shown = ",".join(map(str, default))
     elif default in ("", None, {}):

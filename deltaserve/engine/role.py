@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,13 @@ class Role(ABC):
     @abstractmethod
     async def on_lease(self, lease: int) -> None:
         """The worker's lease changed: new epochs start with it."""
+
+    @abstractmethod
+    async def unread(self, segments: Collection[str]) -> int:
+        """Boundaries of requests in these segments, this worker's own, that somebody may still read.
+
+        Asked while it drains. Raises what the ledger raises.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -93,6 +93,16 @@ class WorkerService(WorkerServicer):
         return len(self._jobs)
 
     @property
+    def held(self) -> int:
+        """Jobs, and boundaries published here that routers have not released."""
+        return len(self._jobs) + sum(len(stream.boundaries) for stream in self._streams)
+
+    @property
+    def routers(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens of jobs that have not had their first output."""
         return sum(len(job.add.prompt) for job in self._jobs.values() if not (job.ended or job.answered))

@@ -4,9 +4,11 @@
 Start: check the model ─▶ engine (minutes on large models) ─▶ gRPC server ─▶ register ─▶ `READY address` on stdout.
 `STAGE ...` lines tell the supervisor where it is. Whatever fails ends the process with one `error:` line, exit code 1.
 
-Stop (SIGTERM, SIGINT): leave the register, so that no new work comes ─▶ end the streams, whose jobs are aborted and
-whose boundaries are released ─▶ stop the engine. All within `STOP_SECONDS`; what still hangs then is left to the
-operating system, because a worker that does not end blocks its port.
+Stop (SIGTERM, SIGINT, or an order to drain): finish what is held, for at most `drain_seconds` (drain.py; a second
+signal cuts it short) ─▶ leave the register ─▶ end the streams, whose jobs are aborted and whose boundaries are released
+─▶ stop the engine. All after the drain within `STOP_SECONDS`; what still hangs then is left to the operating system,
+because a worker that does not end blocks its port. An engine that fails ends the process the same way, without a drain
+and with exit code 1.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.arguments import connector_config, engine_args, resolved_dtype, set_environment
 from deltaserve.engine.digest import model_digest
+from deltaserve.engine.drain import finish
 from deltaserve.engine.host import EngineHost
 from deltaserve.engine.role import Job, Role
 from deltaserve.membership import Member, Membership
@@ -82,21 +85,25 @@ def stage(text: str) -> None:
     print(f"STAGE {text}", flush=True)
 
 
-async def _main(config: WorkerConfig, parts: Parts) -> int:
+async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
     # Imported here because it imports vLLM, which must find the environment set.
     from deltaserve.engine.service import WorkerService
 
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     outcome = {"code": 0}
 
     def failed(reason: str) -> None:
         log.critical("the engine failed: %s", reason)
         outcome["code"] = 1
+        loop.call_soon_threadsafe(hurry.set)
         loop.call_soon_threadsafe(stop.set)
 
+    def signalled() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled)
     worker_id = f"{config.role}-{uuid.uuid4().hex[:10]}"
     digest = model_digest(config.model, resolved_dtype(config))
     service = WorkerService()
@@ -138,9 +145,17 @@ async def _main(config: WorkerConfig, parts: Parts) -> int:
     joined = await membership.join(member)
     await role.on_lease(joined.lease)
     print(f"READY {address}", flush=True)
-    await stopped
-    await _shutdown(service, server, membership, host, role)
-    return outcome["code"]
+    ordered = asyncio.ensure_future(membership.drain_order())
+    await asyncio.wait({stopped, ordered}, return_when=asyncio.FIRST_COMPLETED)
+    seconds = config.drain_seconds
+    if ordered.done() and (order := ordered.result()).seconds is not None:
+        seconds = order.seconds
+    stop.set()  # so that a signal from now on hurries
+    ordered.cancel()
+    stage("draining")
+    moved = await finish(membership, joined, service, lambda: role.unread(segments), seconds, hurry)
+    await membership.drained(moved)
+    await _shutdown(service, server, membership, host, role, outcome["code"])
 
 
 async def _start_engine(
@@ -235,8 +250,8 @@ async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str
 
 
 async def _shutdown(
-    service: WorkerService, server: Any, membership: Membership, host: EngineHost, role: Role
-) -> None:
+    service: WorkerService, server: Any, membership: Membership, host: EngineHost, role: Role, code: int
+) -> NoReturn:
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await membership.leave()
@@ -254,4 +269,4 @@ async def _shutdown(
     sys.stdout.flush()
     sys.stderr.flush()
     # Mooncake's and OpenMP's threads may not end by themselves; everything that others rely on has been given back.
-    os._exit(0)
+    os._exit(code)

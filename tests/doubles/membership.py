@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import count
 
-from deltaserve.membership import Member, Membership, View, member_key
+from deltaserve.membership import DrainOrder, Member, Membership, View, member_key
 
 
 class Register:
@@ -16,6 +16,8 @@ class Register:
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
+        self.orders: dict[str, DrainOrder] = {}
+        """Who was asked to drain, by worker."""
         self.away = False
         self._leases = count(0x1000)
         self._changed = asyncio.Condition()
@@ -89,6 +91,17 @@ class MembershipDouble(Membership):
         self._member = replace(member, lease=self._member.lease)
         self._register.members[member.worker_id] = self._member
         await self._register.notify()
+
+    async def drain_order(self) -> DrainOrder:
+        assert self._member is not None
+        while (order := self._register.orders.get(self._member.worker_id)) is None:
+            await self._register.changed()
+        return order
+
+    async def drained(self, moved: int) -> None:
+        if self._member is not None and self._member.worker_id in self._register.orders:
+            self._register.orders[self._member.worker_id] = DrainOrder(done=True, moved=moved)
+            await self._register.notify()
 
     async def leave(self) -> None:
         member, self._member = self._member, None

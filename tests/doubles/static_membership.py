@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
-from deltaserve.membership import Member, Membership, View
+from deltaserve.membership import DrainOrder, Member, Membership, View
 
 
 class StaticMembership(Membership):
@@ -30,6 +30,13 @@ class StaticMembership(Membership):
 
     async def update(self, member: Member) -> None:
         await self.set([member if m.worker_id == member.worker_id else m for m in self._view.members])
+
+    async def drain_order(self) -> DrainOrder:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody asks here")
+
+    async def drained(self, moved: int) -> None:
+        return
 
     async def leave(self) -> None:
         return

@@ -80,6 +80,7 @@ def test_offered_commands() -> None:
         "decode",
         "verify",
         "doctor",
+        "drain",
         "boundaries",
     ]
     assert issubclass(COMMANDS[1].model, RouterConfig)

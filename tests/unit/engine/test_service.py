@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +68,9 @@ class PlainRole(Role):
 
     async def on_lease(self, lease: int) -> None:
         pass
+
+    async def unread(self, segments: Collection[str]) -> int:
+        return 0
 
     async def close(self) -> None:
         pass
