@@ -14,6 +14,8 @@ from typing import Any
 from deltaserve.config import RouterConfig
 from router import core_client
 from router.dispatcher import Dispatcher
+from router.faces.lean import LeanApp
+from router.faces.switch import Switch
 from router.gateway import Gateway
 
 
@@ -40,12 +42,14 @@ class Front:
         self._args = args
         self._vllm_config = vllm_config
         self._llm: Any = None
+        self.switch = Switch(dispatcher)
 
     async def open(self) -> Gateway:
         """Build the application and start the dispatcher."""
         self.dispatcher.start()
-        self._llm = core_client.make_async_llm(self._vllm_config, self.dispatcher)
-        app = await core_client.make_app(self._llm, self._args)
+        self._llm = core_client.make_async_llm(self._vllm_config, self.switch)
+        app = LeanApp(await core_client.make_app(self._llm, self._args), self._llm, self.switch)
+        await app.prepare()
         return Gateway(app, self.dispatcher)
 
     async def failed(self) -> str:

@@ -30,7 +30,7 @@ from router.errors import error_body
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
-    from router.dispatcher import Dispatcher
+    from router.faces.switch import Core
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 
@@ -127,7 +127,7 @@ _REMOTE_METHODS = (
 class RemoteCore:
     """Stands where AsyncLLM expects its engine core's client."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Core) -> None:
         self._dispatcher = dispatcher
         self.resources = SimpleNamespace(engine_dead=False)  # AsyncLLM.errored
         self.engine_ranks_managed = [0]  # its stat loggers
@@ -184,7 +184,7 @@ def front_config(args: Namespace) -> Any:
     )
 
 
-def make_async_llm(vllm_config: Any, dispatcher: Dispatcher) -> Any:
+def make_async_llm(vllm_config: Any, dispatcher: Core) -> Any:
     """vLLM's AsyncLLM over the dispatcher, with vLLM's Prometheus metrics. Needs a running event loop."""
     import vllm.v1.engine.async_llm as async_llm
     from vllm.v1.metrics.loggers import PrometheusStatLogger

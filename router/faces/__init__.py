@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands above the dispatcher (docs/router.md): each face turns clients' requests into engine-core requests.
+
+switch.py      hands each request's outputs back to the face that brought it
+lean.py        face one's short way for plain completions and chats
+lean_stream.py one such stream: detokenizing and its events
+chunks.py      the events' form, learned from vLLM's own generators
+"""
