@@ -27,6 +27,7 @@ from benchmarks.handoff.sides import PublishingSide, ReadingSide
 from benchmarks.handoff.table import Repetition, SizeResult
 from deltaserve.config import EtcdConfig, StoreConfig
 from deltaserve.etcd import EtcdMembership
+from deltaserve.etcd_client import Etcd
 from deltaserve.membership import Member
 from statestore.etcd_ledger import EtcdLedger
 from statestore.mooncake_pool import MooncakePool
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 OWNER = "prefill-bench"
 SEGMENT_BYTES = 256 * MIB
+RECORD_BYTES = 1500
+"""A record of this benchmark, about."""
 WARM_UP = 2
 """Turns that are not counted: connections, page faults, imports."""
 ANSWER_SECONDS = 120.0
@@ -75,6 +78,8 @@ class Run:
             self._ask = stack.enter_context(_reader(places, self._damage))
             self._ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
             stack.callback(self._ledger.close)
+            self._etcd = Etcd(places.etcd)
+            stack.callback(lambda: self._ledger.run(self._etcd.close()))
             self._lease = stack.enter_context(_member(places.etcd))
             self._pool = MooncakePool(places.store)
             stack.callback(self._pool.close)
@@ -97,6 +102,7 @@ class Run:
         self._bare.take(shape.parts)
         side = PublishingSide(shape, self._pool, self._ledger, OWNER, self._lease)
         result = SizeResult(mib, shape.nbytes, shape.length)
+        record = b"x" * RECORD_BYTES
         try:
             for turn in range(WARM_UP + turns):
                 if turn % 2:
@@ -108,6 +114,7 @@ class Run:
                 if turn >= WARM_UP:
                     result.handoffs.append(handoff)
                     result.bare.append(bare)
+                    result.etcd.append(self._ledger.run(_round_trips(self._etcd, record)))
         finally:
             side.close()
         return result
@@ -133,6 +140,15 @@ class Run:
 def _reading(stages: dict[str, float]) -> dict[str, float]:
     """The reader's stages, told apart from the publisher's of the same name."""
     return {f"{stage} (read)" if stage == "proof" else stage: s for stage, s in stages.items()}
+
+
+async def _round_trips(etcd: Etcd, value: bytes) -> tuple[float, float]:
+    """Seconds of a write and of a read, and nothing else."""
+    began = time.monotonic()
+    await etcd.put("/bare", value)
+    written = time.monotonic()
+    await etcd.get("/bare")
+    return written - began, time.monotonic() - written
 
 
 @contextlib.contextmanager

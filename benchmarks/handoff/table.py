@@ -43,6 +43,8 @@ class SizeResult:
     handoffs: list[Repetition] = field(default_factory=list)
     bare: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of put and of get."""
+    etcd: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of a write and of a read of a record's size, with nothing around them."""
 
     def totals(self) -> list[float]:
         """Seconds of every handoff."""
@@ -66,13 +68,31 @@ class SizeResult:
         """Median seconds of a stage."""
         return statistics.median(one.stages.get(name, 0.0) for one in self.handoffs)
 
-    def floor(self, copy: float, read: float) -> float:
-        """Seconds that the same work takes one step after the other when nothing but memory costs anything.
+    def serial(self, copy: float, read: float) -> float:
+        """Seconds that all the work takes one step after the other when nothing but memory and etcd costs anything.
 
         Bare, two copies (gather, scatter) and two reads (proof and digest in one pass, on either side), at `copy` and
-        `read` bytes a second.
+        `read` bytes a second, a write to etcd and a read.
         """
-        return statistics.median(self.bare_totals()) + 2 * self.nbytes / copy + 2 * self.nbytes / read
+        write, look = self.etcd_median(0), self.etcd_median(1)
+        return (
+            self.bare_median(0) + self.bare_median(1) + 2 * self.nbytes * (1 / copy + 1 / read) + write + look
+        )
+
+    def least(self, copy: float) -> float:
+        """Seconds below which no overlap can go: the commit follows the put, and nothing is in a cache before it.
+
+        The put, then the commit beside the get, then one copy into the cache.
+        """
+        return self.bare_median(0) + max(self.etcd_median(0), self.bare_median(1)) + self.nbytes / copy
+
+    def bare_median(self, which: int) -> float:
+        """Median seconds of the put (0) or the get (1)."""
+        return statistics.median(one[which] for one in self.bare)
+
+    def etcd_median(self, which: int) -> float:
+        """Median seconds of a bare write to etcd (0) or a bare read (1)."""
+        return statistics.median(one[which] for one in self.etcd)
 
     def to_dict(self, copy: float, read: float) -> dict[str, Any]:
         """JSON values; seconds."""
@@ -89,7 +109,10 @@ class SizeResult:
             "ratio": self.ratio,
             "ratio_of_fastest": self.best_ratio,
             "aim": AIM,
-            "floor": self.floor(copy, read),
+            "etcd_write": spread([write for write, _ in self.etcd]),
+            "etcd_read": spread([look for _, look in self.etcd]),
+            "serial": self.serial(copy, read),
+            "least": self.least(copy),
             "stages": {name: self.stage(name) for name in STAGES},
         }
 
@@ -136,7 +159,11 @@ def handoff_table(results: Sequence[SizeResult], copy: float, read: float) -> st
             "get)",
             "ratio",
             "of fastest",
-            "serial floor",
+            "etcd (write",
+            "read)",
+            "serial",
+            "least",
+            "/ bare",
         ),
         [
             (
@@ -149,7 +176,11 @@ def handoff_table(results: Sequence[SizeResult], copy: float, read: float) -> st
                 cell(statistics.median(get for _, get in r.bare)),
                 f"{r.ratio:.2f}",
                 f"{r.best_ratio:.2f}",
-                cell(r.floor(copy, read)),
+                cell(r.etcd_median(0)),
+                cell(r.etcd_median(1)),
+                cell(r.serial(copy, read)),
+                cell(r.least(copy)),
+                f"{r.least(copy) / statistics.median(r.bare_totals()):.2f}",
             )
             for r in results
         ],

@@ -263,6 +263,7 @@ def _result() -> table.SizeResult:
     for seconds in (0.020, 0.030, 0.010):
         result.handoffs.append(table.Repetition(seconds, {"put": seconds / 2}, 8_000_000))
         result.bare.append((seconds / 4, seconds / 4))
+        result.etcd.append((0.006, 0.002))
     return result
 
 
@@ -270,8 +271,12 @@ def test_ratio_and_floor() -> None:
     result = _result()
     assert result.ratio == pytest.approx(2.0)
     assert result.best_ratio == pytest.approx(2.0)
-    # Bare 10 ms; two copies at 8 GB/s and two reads at 16 GB/s of 8 MB are 3 ms.
-    assert result.floor(8e9, 16e9) == pytest.approx(0.013)
+    # Bare 5 + 5 ms; two copies at 8 GB/s and two reads at 16 GB/s of 8 MB are 3 ms; etcd 6 + 2 ms.
+    assert result.serial(8e9, 16e9) == pytest.approx(0.021)
+    # The put, then the commit (longer than the get), then one copy.
+    assert result.least(8e9) == pytest.approx(0.012)
+    result.etcd = [(0.001, 0.002)]
+    assert result.least(8e9) == pytest.approx(0.011), "the get is longer than the commit"
     values = result.to_dict(8e9, 16e9)
     assert values["handoff"] == {"min": 0.01, "p25": 0.015, "median": 0.02, "p75": 0.025}
     assert values["stages"]["put"] == pytest.approx(0.01)
