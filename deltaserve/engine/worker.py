@@ -25,16 +25,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deltaserve.config import WorkerConfig
+from deltaserve.engine import probes
 from deltaserve.engine.arguments import connector_config, engine_args, resolved_dtype, set_environment
 from deltaserve.engine.digest import model_digest
 from deltaserve.engine.drain import finish
 from deltaserve.engine.host import EngineHost
+from deltaserve.engine.probes import Health
 from deltaserve.engine.role import Job, Role
 from deltaserve.membership import Member, Membership
 from deltaserve.model_check import require_servable
 from deltaserve.telemetry import configure_logging, tracing
 from deltaserve.telemetry.logs import hand_to_vllm
-from deltaserve.telemetry.metrics import expose
 from deltaserve.wire import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -120,9 +121,10 @@ async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
     role: Role = await parts.build(worker_id, geometry, service.forget)
     service.attach(host, role, _description(config, worker_id, digest, geometry, segments, host))
     server, address = await _serve(config, service)
+    health = Health(loop)
     if config.metrics_port:
         try:
-            expose(config.host, config.metrics_port)
+            probes.serve(config.host, config.metrics_port, health)
         except OSError as error:
             raise StartFailed(
                 f"metrics_port: {config.host}:{config.metrics_port} cannot be bound ({error.strerror}); choose another "
@@ -144,6 +146,7 @@ async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
     membership.on_lease = role.on_lease
     joined = await membership.join(member)
     await role.on_lease(joined.lease)
+    health.ready = True
     print(f"READY {address}", flush=True)
     ordered = asyncio.ensure_future(membership.drain_order())
     await asyncio.wait({stopped, ordered}, return_when=asyncio.FIRST_COMPLETED)
@@ -152,6 +155,7 @@ async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
         seconds = order.seconds
     stop.set()  # so that a signal from now on hurries
     ordered.cancel()
+    health.ready = False
     stage("draining")
     moved = await finish(membership, joined, service, lambda: role.unread(segments), seconds, hurry)
     await membership.drained(moved)
