@@ -94,6 +94,37 @@ class TraceConfig(BaseModel):
         return value
 
 
+class TlsConfig(BaseModel):
+    """One end of mutual TLS: all three files, or none for a connection in the clear."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ca_cert: Path | None = Field(None, description="PEM file of the authority that signed the other side")
+    cert: Path | None = Field(None, description="PEM file of this process's certificate")
+    key: Path | None = Field(None, description="PEM file of this process's key")
+
+    @property
+    def on(self) -> bool:
+        """Whether the connection is encrypted and both sides are authenticated."""
+        return self.ca_cert is not None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> Self:
+        given = {name: getattr(self, name) is not None for name in ("ca_cert", "cert", "key")}
+        if any(given.values()) and not all(given.values()):
+            missing = " and ".join(name for name, there in given.items() if not there)
+            raise ValueError(f"mutual TLS needs ca_cert, cert and key; {missing} is missing")
+        return self
+
+
+class WorkerTlsConfig(TlsConfig):
+    """The router's end of mutual TLS to the workers."""
+
+    server_name: str = Field(
+        "", description="name that every worker's certificate carries; empty: the host of its address"
+    )
+
+
 class WorkerConfig(BaseModel):
     """One worker process: a vLLM engine core behind gRPC."""
 
@@ -149,6 +180,11 @@ class WorkerConfig(BaseModel):
     metrics_port: int = Field(
         0, ge=0, le=65535, description="port of /metrics for Prometheus, at host; 0: none"
     )
+    reasoning_parser: str = Field(
+        "",
+        description="vLLM's parser of the model's reasoning, the router's too: grammars begin where it ends",
+    )
+    tls: TlsConfig = Field(default_factory=lambda: TlsConfig())
     log: LogConfig = Field(default_factory=lambda: LogConfig())
     trace: TraceConfig = Field(default_factory=lambda: TraceConfig())
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
@@ -227,7 +263,35 @@ class RouterConfig(BaseModel):
     )
     log: LogConfig = Field(default_factory=lambda: LogConfig())
     trace: TraceConfig = Field(default_factory=lambda: TraceConfig())
+    tool_parser: str = Field(
+        "",
+        description="vLLM's parser of the model's tool calls; with one, clients may leave the choice to the model",
+    )
+    reasoning_parser: str = Field(
+        "", description="vLLM's parser of the model's reasoning; workers need the same"
+    )
+    chat_template: Path | None = Field(
+        None, description="Jinja file of the chat template; empty: the model folder's own"
+    )
+    client_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds a client may take to send a request's head, to send its body, or to read what waits for "
+        "it",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of the endpoint's certificate, with its chain; switches HTTPS on"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the endpoint's key")
+    worker_tls: WorkerTlsConfig = Field(default_factory=lambda: WorkerTlsConfig())
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
+
+    @model_validator(mode="after")
+    def _key_and_certificate(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_cert"
+            raise ValueError(f"HTTPS needs tls_cert and tls_key; {missing} is missing")
+        return self
 
 
 class ClusterConfig(BaseModel):
@@ -268,6 +332,8 @@ class ClusterConfig(BaseModel):
     damage: Damage = Field(
         "none", description="fault that decode workers inject before a load (negative controls)"
     )
+    tool_parser: str = Field("", description="vLLM's parser of the model's tool calls")
+    reasoning_parser: str = Field("", description="vLLM's parser of the model's reasoning")
     prefill_options: dict[str, object] = Field(
         default_factory=dict, description="further fields of the prefill workers' configuration, as JSON"
     )
@@ -393,3 +459,15 @@ class DrainConfig(BaseModel):
     )
     wait: float = Field(600.0, gt=0, description="seconds after which this command gives up")
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
+
+
+class TopConfig(BaseModel):
+    """`deltaserve top`: what a running router sees, drawn anew once a second."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    endpoint: str = Field("http://127.0.0.1:8000", description="URL of the router")
+    api_key: str = Field("", description="API key, where the router has any", repr=False)
+    interval: float = Field(1.0, gt=0, description="seconds between two looks")
+    once: bool = Field(False, description="print one picture and end")
+    width: int = Field(0, ge=0, description="columns; 0: the terminal's")

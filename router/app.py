@@ -22,6 +22,13 @@ from router.gateway import Gateway
 def arguments(config: RouterConfig) -> Namespace:
     """vLLM's server arguments for this router."""
     name = config.served_model_name or config.model.resolve().name
+    optional = []
+    if config.tool_parser:
+        optional += ["--enable-auto-tool-choice", f"--tool-call-parser={config.tool_parser}"]
+    if config.reasoning_parser:
+        optional.append(f"--reasoning-parser={config.reasoning_parser}")
+    if config.chat_template is not None:
+        optional.append(f"--chat-template={config.chat_template.resolve()}")
     return core_client.serve_args(
         [
             f"--model={config.model.resolve()}",
@@ -30,6 +37,7 @@ def arguments(config: RouterConfig) -> Namespace:
             "--disable-log-stats",
             "--disable-uvicorn-access-log",
             "--enable-prompt-tokens-details",
+            *optional,
         ]
     )
 

@@ -45,6 +45,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "VLLM_MAX_N_SEQUENCES": "128",  # as OpenAI's; vLLM's own 16,384 lets one request take the cluster
     "CUDA_VISIBLE_DEVICES": "",
 }
 """What must be in the environment before vLLM is imported."""
@@ -234,6 +235,20 @@ async def _http_error(request: Any, error: Any) -> Any:
     )
 
 
+def _describe_what_is_served(app: Any) -> None:
+    """Keep out of /openapi.json what the gateway does not let through."""
+    from router.gateway import serves
+
+    whole = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema: dict[str, Any] = whole()
+        paths = {path: operations for path, operations in schema["paths"].items() if serves(path)}
+        return {**schema, "paths": paths}
+
+    app.openapi = openapi
+
+
 async def make_app(llm: Any, args: Namespace) -> Any:
     """vLLM's FastAPI application over `llm`."""
     from starlette.exceptions import HTTPException
@@ -247,6 +262,7 @@ async def make_app(llm: Any, args: Namespace) -> Any:
     app.middleware_stack = (
         app.build_middleware_stack()
     )  # it has been built already, with the handlers before this one
+    _describe_what_is_served(app)
     await init_app_state(llm, app.state, args, tasks)
     enable_envs_cache()  # reading os.environ again and again takes a fifth of the time of a stream
     return app

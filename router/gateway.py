@@ -57,8 +57,9 @@ _TRACE = "/deltaserve/requests/"
 _UNKNOWN_KEY = "this API key opens nothing; send a known one as `Authorization: Bearer KEY`"
 _NO_DECODE_WORKER = "no decode worker is reachable; GET /health says what is missing"
 
-BODY_SECONDS = 60.0
-"""How long a client may take to send its body."""
+MAX_PROMPTS = 128
+"""Prompts in one request; each is a request of its own to the workers, and all of them hold one place at the door."""
+_MANY_PROMPTS = re.compile(rb'"prompt"\s*:\s*\[\s*["\[]')
 DRAIN_BODIES = 4
 """A refused body is read on for so many times the limit, so that the client comes to read the answer."""
 DRAIN_SECONDS = 5.0
@@ -129,6 +130,11 @@ def _number(scope: Scope, name: bytes, kind: type[T]) -> T | None:
         raise Refused(400, f"{name.decode()}: {text[:40]!r} is no number") from None
 
 
+def serves(path: str) -> bool:
+    """Whether a path, or a template of paths, is let through to vLLM's application."""
+    return path in SERVED or _RESPONSE.match(path) is not None
+
+
 class Gateway:
     """See the module's description."""
 
@@ -149,8 +155,11 @@ class Gateway:
         dispatcher.metrics.inside.set_function(lambda: self.door.inside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # there is no WebSocket here, so none that would pass the keys by
+            await send({"type": "websocket.close", "code": 1008})
             return
         path, method = scope["path"], scope["method"]
         key = self._keys.find(_credential(scope))
@@ -162,7 +171,7 @@ class Gateway:
             await self._refuse(send, 401, _UNKNOWN_KEY)
         elif path.startswith(_TRACE) and method == "GET":
             await self._trace(send, unquote(path[len(_TRACE) :]))
-        elif path not in SERVED and not _RESPONSE.match(path):
+        elif not serves(path):
             await self._refuse(send, 404, f"there is no {path} here; GET /openapi.json lists what there is")
         elif path in SERVED and method not in SERVED[path]:
             await self._refuse(send, 405, f"{path} takes {' or '.join(SERVED[path])}, not {method}")
@@ -215,7 +224,7 @@ class Gateway:
     async def _post(self, scope: Scope, receive: Receive, send: Send, key: Key) -> None:
         limit = self._config.max_body_bytes
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(self._config.client_timeout):
                 body = await self._body(scope, receive, limit)
         except _TooLong:
             await self._drain(receive, DRAIN_BODIES * limit)
@@ -225,7 +234,8 @@ class Gateway:
         except _Gone:
             return
         except TimeoutError:
-            await self._refuse(send, 408, f"the body did not arrive within {BODY_SECONDS:.0f} s", close=True)
+            message = f"the body did not arrive within {self._config.client_timeout:g} s (--client-timeout)"
+            await self._refuse(send, 408, message, close=True)
             return
         name_request(scope, body)
         if b"kv_transfer_params" in body:
@@ -234,6 +244,10 @@ class Gateway:
             except InvalidPlacement as error:
                 await self._refuse(send, 400, str(error), param="kv_transfer_params")
                 return
+        if _MANY_PROMPTS.search(body) and (number := _prompts(body)) > MAX_PROMPTS:
+            message = f"prompt: {number} prompts in one request, at most {MAX_PROMPTS} are accepted"
+            await self._refuse(send, 400, message, param="prompt")
+            return
         if scope["path"] in GENERATING:
             if not await self._dispatcher.roster.wait_decode(self._config.worker_wait):
                 await self._refuse(send, 503, _NO_DECODE_WORKER, retry_after=1)
@@ -325,6 +339,16 @@ class Gateway:
                         return
         except TimeoutError:
             return
+
+
+def _prompts(body: bytes) -> int:
+    """Prompts that a request lists; bad JSON is vLLM's to refuse."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return 0
+    prompt = document.get("prompt") if isinstance(document, dict) else None
+    return len(prompt) if isinstance(prompt, list) else 0
 
 
 def _check_override(body: bytes) -> None:

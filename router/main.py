@@ -15,17 +15,19 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from deltaserve.config import RouterConfig
+from deltaserve.config import LogConfig, RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.model_check import ModelError, read_facts
-from deltaserve.telemetry import configure_logging
+from deltaserve.telemetry import configure_logging, tracing
 
 if TYPE_CHECKING:
     from router.app import Front
@@ -49,11 +51,12 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
 
     `membership` makes the register; None: etcd's.
     """
-    _configure_logging()
+    _configure_logging(config.log)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the event loop takes it over
     try:
         _check_model(config)
-        listener = _listen(config.host, config.port)
+        _check_tls(config)
+        listener = _listen(config)
     except (Failed, ModelError) as error:
         return _failed(str(error))
     try:
@@ -68,8 +71,8 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
     os._exit(0)
 
 
-def _configure_logging() -> None:
-    configure_logging("router")
+def _configure_logging(config: LogConfig) -> None:
+    configure_logging("router", config)
     for name in (
         "vllm.triton_utils",
         "vllm.config",
@@ -115,12 +118,38 @@ def _check_model(config: RouterConfig) -> None:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _check_tls(config: RouterConfig) -> None:
+    """The files of both kinds of TLS can be read, and fit."""
+    from router.worker_link import Dial
+
+    try:
+        Dial.of(config)
+    except ValueError as error:
+        raise Failed(str(error)) from error
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:  # ssl's own errors among them
+        reason = error.strerror or str(error)
+        raise Failed(
+            f"tls_cert {config.tls_cert}, tls_key {config.tls_key}: cannot be used ({reason}); "
+            "give a certificate and its key as PEM files with --tls-cert and --tls-key"
+        ) from error
+
+
+def _listen(config: RouterConfig) -> socket.socket:
+    host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by what is accepted
+        # Inherited by what is accepted. The second: what a client does not acknowledge for so long ends its connection,
+        # also when all of an answer has been written and nobody waits for it any more.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * config.client_timeout)
+        )
         listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError as error:
@@ -164,26 +193,34 @@ async def _main(
 ) -> None:
     from router.app import Front
     from router.dispatcher import Dispatcher
+    from router.observe import Observed
+    from router.worker_link import Dial
 
+    tracing.configure(config.trace, "deltaserve.router")
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     register = membership()
-    front = Front(Dispatcher(config, register), args, vllm_config)
+    dispatcher = Dispatcher(config, register)
+    dispatcher.roster.dial = Dial.of(config)
+    front = Front(dispatcher, args, vllm_config)
     _stage("joining the cluster")
     try:
         application = await front.open()
-        _configure_logging()  # libraries of vLLM's have set levels of their own
+        _configure_logging(config.log)  # libraries of vLLM's have set levels of their own
         if not stop.is_set():
-            await _http(application, listener, stop, front)
+            await _http(Observed(application, front.dispatcher), listener, stop, front)
     finally:
+        await asyncio.to_thread(tracing.shut_down)
         await front.close()
         await register.close()
 
 
-def _make_server(application: Any, announce: Callable[[], None]) -> Any:
+def _make_server(application: Any, announce: Callable[[], None], config: RouterConfig) -> Any:
     import uvicorn
+
+    from router.http_protocol import bounded
 
     class Server(uvicorn.Server):
         """Says when it serves, and leaves the signals to this process."""
@@ -205,7 +242,10 @@ def _make_server(application: Any, announce: Callable[[], None]) -> Any:
             timeout_graceful_shutdown=HTTP_SECONDS,
             timeout_keep_alive=30,
             server_header=False,
-            h11_max_incomplete_event_size=64 << 10,
+            http=bounded(config.client_timeout),
+            ws="none",
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
         )
     )
 
@@ -215,9 +255,11 @@ async def _http(application: Any, listener: socket.socket, stop: asyncio.Event, 
         gc.collect()
         gc.freeze()
         host, port = listener.getsockname()[:2]
-        print(f"READY http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        scheme = "http" if config.tls_cert is None else "https"
+        print(f"READY {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
-    server = _make_server(application, announce)
+    config = front.dispatcher.config
+    server = _make_server(application, announce, config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(front.failed())

@@ -16,7 +16,7 @@ from typing import Any
 from deltaserve.config import Role
 from deltaserve.membership import Membership, View
 from router.metrics import Metrics
-from router.worker_link import LinkEvents, WorkerLink
+from router.worker_link import Dial, LinkEvents, WorkerLink
 from statestore.reshard import meaning, refusal
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class Roster:
         self._decode_up = asyncio.Event()
         self._teams: list[Team] | None = None
         self._refused: list[str] = []
+        self.dial = Dial()
+        """How workers are reached; to be set before `start`."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when workers have come or gone."""
         self.view: View | None = None
@@ -217,7 +219,7 @@ class Roster:
                 self._drop(link)
                 link = None
             if link is None:
-                link = self._links[member.worker_id] = WorkerLink(member, self._events)
+                link = self._links[member.worker_id] = WorkerLink(member, self._events, self.dial)
                 link.start()
             link.member = member
             if member.draining and not link.retiring:

@@ -16,10 +16,14 @@ import contextlib
 import logging
 import random
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
+from deltaserve import tls
+from deltaserve.config import RouterConfig, WorkerTlsConfig
 from deltaserve.membership import Member
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
@@ -45,6 +49,21 @@ class LinkDown(ConnectionError):
     """The worker cannot be sent anything now."""
 
 
+@dataclass(frozen=True)
+class Dial:
+    """How workers are reached, and what they must have in common with this router."""
+
+    open_channel: Callable[[str, tls.Options], grpc.aio.Channel] = field(
+        default_factory=lambda: tls.channel_opener(WorkerTlsConfig())
+    )
+    reasoning_parser: str = ""
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> Dial:
+        """Raises ValueError when a file of `config.worker_tls` cannot be used."""
+        return cls(tls.channel_opener(config.worker_tls), config.reasoning_parser)
+
+
 class LinkEvents(Protocol):
     """What a link tells the dispatcher. All methods but `room` must not block."""
 
@@ -63,8 +82,9 @@ class LinkEvents(Protocol):
 class WorkerLink:
     """See the module's description. `start` and `close` frame its life."""
 
-    def __init__(self, member: Member, events: LinkEvents) -> None:
+    def __init__(self, member: Member, events: LinkEvents, dial: Dial | None = None) -> None:
         self.member = member
+        self._dial = dial or Dial()
         self.worker_id = member.worker_id
         self.description = pb.WorkerDescription()
         self.load = pb.WorkerLoad()
@@ -183,7 +203,7 @@ class WorkerLink:
             self._events.link_down(self, legs, reason)
 
     async def _connect(self) -> None:
-        async with grpc.aio.insecure_channel(self.member.address, options=codec.CHANNEL_OPTIONS) as channel:
+        async with self._dial.open_channel(self.member.address, codec.CHANNEL_OPTIONS) as channel:
             stub = WorkerStub(channel)
             description = await stub.Describe(pb.DescribeRequest(), timeout=DESCRIBE_SECONDS)
             self._check(description)
@@ -204,6 +224,11 @@ class WorkerLink:
         wanted = (self.member.worker_id, self.member.role, self.member.model_digest)
         if found != wanted:
             raise LinkDown(f"at {self.member.address} answers {found}, the register says {wanted}")
+        theirs, ours = description.reasoning_parser, self._dial.reasoning_parser
+        if description.role == "decode" and theirs != ours:
+            raise LinkDown(
+                f"has the reasoning parser {theirs!r}, this router {ours!r}; give both the same --reasoning-parser"
+            )
 
     async def _write(self, call: Any) -> None:
         queue = self._queue

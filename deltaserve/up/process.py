@@ -128,7 +128,7 @@ class Child:
             if kind == "STAGE" and self.state == "starting":
                 self.stage = rest.strip()
             elif kind == "READY" and self.state == "starting":
-                self._ready(rest.strip().removeprefix("http://"))
+                self._ready(rest.strip().removeprefix("http://").removeprefix("https://"))
             elif kind == "error:":
                 self.error = rest.strip()
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -102,6 +103,10 @@ def encode_add(
         load=load,
         timeout=timeout,
         history=history,
+        reasoning_ended=request.reasoning_ended,
+        reasoning=msgspec.msgpack.encode(request.reasoning_parser_kwargs)
+        if request.reasoning_parser_kwargs
+        else b"",
         traceparent=traceparent,
     )
 
@@ -120,6 +125,8 @@ def decode_add(add: pb.Add, request_id: str) -> EngineCoreRequest:
         data_parallel_rank=None,
         priority=add.priority,
         external_req_id=add.request_id,
+        reasoning_ended=add.reasoning_ended if add.HasField("reasoning_ended") else None,
+        reasoning_parser_kwargs=msgspec.msgpack.decode(add.reasoning) if add.reasoning else None,
     )
 
 
