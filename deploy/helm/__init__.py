@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Helm chart's tools: the schema of its values, and capacity planning."""
