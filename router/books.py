@@ -52,6 +52,15 @@ class Books:
         self.end(flight, "error", "error")
         self.deliver([EngineCoreOutput(flight.request_id, [], finish_reason=FinishReason.ERROR)])
 
+    def release_if_in_the_way(self, flight: Flight) -> None:
+        """Release a boundary that has been read and that a draining worker waits for.
+
+        Only then: a request that vLLM preempts later reads its boundary again, if it is there.
+        """
+        boundary = flight.boundary
+        if boundary is not None and flight.leg_output and boundary.in_the_way:
+            self.release(flight)
+
     def leave(self, flight: Flight) -> None:
         """Take a flight off its worker."""
         link = flight.link

@@ -319,8 +319,13 @@ class Dispatcher:
             if flight.stage is Stage.PREFILL:
                 self._recovery.handover_failed(flight, "prefill_failed", f"{link.worker_id} lost: {reason}")
             elif flight.stage is Stage.DECODE:
-                self._recovery.decode_lost(flight, link, reason)
+                kind = "drained" if link.retiring else "decode_failed"
+                self._recovery.decode_lost(flight, link, reason, kind)
         self.roster.retire_idle(link)
+
+    def retiring(self, link: WorkerLink) -> None:
+        for flight in self._books.flights.values():
+            self._books.release_if_in_the_way(flight)
 
     def step(self, link: WorkerLink, outputs: list[tuple[int, EngineCoreOutput]]) -> None:
         legs = link.legs
@@ -344,6 +349,7 @@ class Dispatcher:
                     self._resumed(flight, output, now)
                 else:
                     self._first_output(flight, output, now)
+                self._books.release_if_in_the_way(flight)
             flight.history.extend(output.new_token_ids)
             flight.last_output = now
             if reason is not None:
@@ -378,7 +384,9 @@ class Dispatcher:
         cached = min(message.cached_tokens + message.store_tokens, message.length)
         computed = message.length - cached
         self.policy.prefilled(link.worker_id, flight.prompt, computed, now - flight.dispatched, alone)
-        flight.boundary = Boundary(message.boundary, message.length, cached, link, link.session)
+        flight.boundary = Boundary(
+            message.boundary, message.length, cached, link, link.session, flight.reserved
+        )
         trace = flight.trace
         trace.boundary, trace.boundary_length, trace.boundary_bytes = (
             message.boundary,

@@ -43,6 +43,13 @@ class Boundary:
     publisher: WorkerLink
     session: int
     """The publisher's stream; the boundary does not outlive it."""
+    reader: WorkerLink | None = None
+    """The decode worker into whose memory it was written."""
+
+    @property
+    def in_the_way(self) -> bool:
+        """Whether a worker that wants to go waits for it."""
+        return self.publisher.retiring or (self.reader is not None and self.reader.retiring)
 
 
 @dataclass(slots=True, eq=False)
