@@ -52,6 +52,7 @@ from router.outbox import Outbox
 from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
 from router.recovery import Recovery
 from router.roster import Roster
+from router.route_header import ROUTES
 from router.trace import Trace, TraceRing, response_id
 from router.worker_link import LinkDown, WorkerLink
 
@@ -143,6 +144,8 @@ class Dispatcher:
             deadline=now + self.config.request_timeout,
         )
         self.traces.add(flight.trace)
+        if (routes := ROUTES.get()) is not None:
+            routes.append(flight.trace)
         flight.spans = spans.begin(flight.trace)
         self._books.flights[request.request_id] = flight
         self.metrics.in_flight.set(len(self._books.flights))
@@ -301,6 +304,9 @@ class Dispatcher:
                 longest,
                 self.config.max_model_len,
             )
+        self.awake(link)
+
+    def awake(self, link: WorkerLink) -> None:
         self.roster.changed()
         for flight in list(self._books.waiting.values()):
             self._place(flight)

@@ -30,6 +30,7 @@ from router.dispatcher import MAX_FLIGHTS, Dispatcher
 from router.errors import error_body
 from router.observe import name_request
 from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
+from router.route_header import naming_routes
 from router.ui import StatusPage
 
 T = TypeVar("T", int, float)
@@ -276,7 +277,7 @@ class Gateway:
             return
         try:
             PROMPT_SEEN.set(lambda tokens: self.door.pace.seen(len(body), tokens))
-            send = self._unavailable_without_workers(send)
+            send = self._unavailable_without_workers(naming_routes(send))
             await self._app(scope, replay, _noting_first_byte(send, permit) if b'"stream"' in body else send)
         finally:
             permit.leave()

@@ -156,4 +156,5 @@ class Recovery:
             if not self._roster.decodes(others):
                 continue  # nobody could do better; it may only be slow
             self._books.abort_leg(flight)
+            self._roster.stalled(link)
             self.decode_lost(flight, link, f"no token for {silent:.1f} s", "decode_late")

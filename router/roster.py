@@ -143,6 +143,11 @@ class Roster:
             self._metrics.workers.labels(role, "ready").set(ready)
             self._metrics.workers.labels(role, "away").set(len(links) - ready)
 
+    def stalled(self, link: WorkerLink) -> None:
+        """Give a worker that was late nothing new until it makes progress (worker_link.py notices)."""
+        link.stalled = True
+        self.changed()
+
     def retire_idle(self, link: WorkerLink) -> None:
         """Close a retiring link whose last request has ended."""
         if (
@@ -180,7 +185,7 @@ class Roster:
         return {
             "id": link.worker_id,
             "address": link.member.address,
-            "state": "draining" if link.retiring else "ready" if link.up else "away",
+            "state": link.state,
             "error": "" if link.up else link.error,
             "requests": len(link.legs),
             "outstanding_tokens": link.outstanding,

@@ -69,6 +69,9 @@ class LinkEvents(Protocol):
 
     def link_up(self, link: WorkerLink) -> None: ...
     def link_down(self, link: WorkerLink, legs: list[Flight], reason: str) -> None: ...
+    def awake(self, link: WorkerLink) -> None:
+        """A worker that had stalled makes progress again."""
+
     def retiring(self, link: WorkerLink) -> None:
         """The worker wants to go: it drains, or has left the register."""
 
@@ -99,6 +102,8 @@ class WorkerLink:
         self.up = False
         self.retiring = False
         """True: no longer a member, or draining; gets nothing new."""
+        self.stalled = False
+        """True: it was late with a request, and has shown no progress since; gets nothing new."""
         self.error = "not connected yet"
         self._events = events
         self._queue: deque[pb.ToWorker] = deque()
@@ -119,7 +124,14 @@ class WorkerLink:
     @property
     def ready(self) -> bool:
         """True when new requests may go to this worker."""
-        return self.up and not self.retiring
+        return self.up and not self.retiring and not self.stalled
+
+    @property
+    def state(self) -> str:
+        """In a word: draining, away, stalled or ready."""
+        if self.retiring:
+            return "draining"
+        return "away" if not self.up else "stalled" if self.stalled else "ready"
 
     def start(self) -> None:
         """Begin to connect."""
@@ -210,7 +222,7 @@ class WorkerLink:
             self.description = description
             call = self._call = stub.Engine()
             self.session += 1
-            self.up = True
+            self.up, self.stalled = True, False
             log.info("%s at %s: connected", self.worker_id, self.member.address)
             self._events.link_up(self)
             writer = asyncio.create_task(self._write(call))
@@ -218,6 +230,11 @@ class WorkerLink:
                 await self._read(call)
             finally:
                 writer.cancel()
+
+    def _awake(self) -> None:
+        self.stalled = False
+        log.info("%s: it makes progress again", self.worker_id)
+        self._events.awake(self)
 
     def _check(self, description: pb.WorkerDescription) -> None:
         found = (description.worker_id, description.role, description.model_digest)
@@ -253,6 +270,8 @@ class WorkerLink:
                 return
             kind = message.WhichOneof("body")
             if kind == "step":
+                if self.stalled:
+                    self._awake()
                 events.step(self, codec.decode_step(message.step))
                 await events.room()
             elif kind == "published":
@@ -261,3 +280,6 @@ class WorkerLink:
                 events.loaded(self, message.loaded)
             elif kind == "status":
                 self.load = message.status
+                # An engine that hangs still holds what was aborted; one that was slow has let it go.
+                if self.stalled and self.load.running + self.load.waiting <= len(self.legs):
+                    self._awake()

@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from deltaserve.wire import codec
+from deltaserve.wire import worker_pb2 as pb
 from tests.doubles.worker import WorkerDouble, expected_tokens
 from tests.unit.router.harness import Cluster, cluster, until
 
@@ -63,6 +64,41 @@ async def test_the_storm_finds_a_history_that_is_not_the_clients(
     monkeypatch.setattr(codec, "encode_add", forgetful)
     async with cluster(prefill=2, decode=3, resume_wait=60.0, worker_wait=60.0) as c:
         assert await storm(c, 12, random.Random(11)) > 0
+
+
+# ---- a worker that hangs
+
+
+async def test_a_worker_that_was_late_gets_nothing_new_until_it_makes_progress() -> None:
+    async with cluster(decode=2, token_timeout=0.3, first_token_timeout=0.3) as c:
+        for double in c.role("decode"):
+            double.knobs.step_seconds = 0.02
+        name = c.add(PROMPT, max_tokens=20)
+        await until(lambda: len(c.outputs[name]) >= 2)
+        hung = next(double for double in c.role("decode") if double.held)
+        hung.knobs.mute_steps = True
+        assert await c.finish(name) == (expected_tokens(PROMPT, 20), FinishReason.LENGTH)
+        seen = len(hung.adds)
+        for _ in range(4):  # the worker that hangs is the one with the least to do
+            assert await c.run(PROMPT) == (expected_tokens(PROMPT, 6), FinishReason.LENGTH)
+        assert len(hung.adds) == seen
+        states = {w["id"]: w["state"] for w in c.dispatcher.roster.report()["roles"]["decode"]["workers"]}
+        assert states[hung.worker_id] == "stalled"
+        for running in (
+            1,
+            0,
+        ):  # it says how many requests it runs: none is left of those that were taken from it
+            for stream in hung._streams:
+                stream.out.put_nowait(pb.FromWorker(status=pb.WorkerLoad(running=running)))
+            link = c.dispatcher.roster._links[hung.worker_id]
+            await until(lambda link=link, running=running: link.load.running == running)  # type: ignore[misc]
+            assert link.ready == (running == 0)
+        hung.knobs.mute_steps = False
+        names = [c.add(PROMPT) for _ in range(4)]
+        for name in names:
+            await c.finish(name)
+        assert len(hung.adds) > seen
+        await c.everything_returned()
 
 
 # ---- drain
