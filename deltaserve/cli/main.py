@@ -29,6 +29,7 @@ from deltaserve.config import (
     DoctorConfig,
     DrainConfig,
     RouterConfig,
+    TopConfig,
     VerifyConfig,
     WorkerConfig,
 )
@@ -57,6 +58,7 @@ COMMANDS = (
         "doctor", "report what this machine can run, and why", DoctorConfig, "deltaserve.doctor.main:run"
     ),
     Command("drain", "let a worker finish what it holds and leave", DrainConfig, "deltaserve.cli.drain:run"),
+    Command("top", "watch a running router", TopConfig, "deltaserve.cli.top:run"),
     Command("boundaries", "list what the ledger holds", BoundariesConfig, "deltaserve.cli.boundaries:run"),
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from deltaserve import __version__
 
@@ -226,20 +226,6 @@ def _makers(registry: CollectorRegistry) -> tuple[Callable[..., Counter], Callab
         return Gauge(name, words, labels or (), registry=registry)
 
     return counter, gauge
-
-
-def expose(host: str, port: int) -> Callable[[], None]:
-    """Serve this process's metrics at http://host:port/metrics on a thread; the result ends that.
-
-    Raises OSError when the port cannot be bound.
-    """
-    server, _ = start_http_server(port, host)
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return close
 
 
 def names_of(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
-from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from deltaserve.config import LogConfig, TraceConfig
-from deltaserve.telemetry import HandoffMetrics, about, metrics, tracing
+from deltaserve.telemetry import about, tracing
 from deltaserve.telemetry.logs import NAME_VARIABLE, VLLM_CONFIG, JsonFormatter, client_id, request_of
 from deltaserve.telemetry.progress import KEPT, Board
 
@@ -216,22 +214,3 @@ def test_a_boards_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     board.begin("cmpl-old", "load", 1).end("loaded")
     monkeypatch.setattr("deltaserve.telemetry.progress.ENDED_SECONDS", -1.0)
     assert "cmpl-old" not in [one.request_id for one in board.messages()], "ended ones go"
-
-
-def test_metrics_are_served_and_the_port_is_given_back() -> None:
-    registry = CollectorRegistry()
-    handoff = HandoffMetrics(registry)
-    handoff.published(7, 0.1)
-    assert registry.get_sample_value("deltaserve_handoff_bytes_total", {"stage": "publish"}) == 7
-    server, _ = metrics.start_http_server(0, "127.0.0.1")
-    port = server.server_port
-    server.shutdown()
-    server.server_close()
-    close = metrics.expose("127.0.0.1", port)
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
-        text = reply.read().decode()
-    assert "deltaserve_boundaries_committed_total" in text
-    with pytest.raises(OSError, match="in use"):
-        metrics.expose("127.0.0.1", port)
-    close()
-    metrics.expose("127.0.0.1", port)()

@@ -81,6 +81,7 @@ def test_offered_commands() -> None:
         "verify",
         "doctor",
         "drain",
+        "top",
         "boundaries",
     ]
     assert issubclass(COMMANDS[1].model, RouterConfig)
