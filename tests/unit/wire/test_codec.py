@@ -173,3 +173,14 @@ def test_parameters_with_arrays_are_refused() -> None:
     params = SamplingParams(extra_args={"mask": np.zeros(10_000)})
     with pytest.raises(TypeError, match="array"):
         codec.encode_sampling(params)
+
+
+@pytest.mark.parametrize("ended", [None, False, True])
+@pytest.mark.parametrize("kwargs", [None, {"chat_template_kwargs": {"thinking": False}}])
+def test_where_reasoning_ends_is_kept(ended: bool | None, kwargs: dict[str, object] | None) -> None:
+    sent = request()
+    sent.reasoning_ended, sent.reasoning_parser_kwargs = ended, kwargs
+    add = pb.Add.FromString(codec.encode_add(3, sent, b"").SerializeToString())
+    add.sampling = codec.encode_sampling(SamplingParams())
+    found = codec.decode_add(add, "r")
+    assert (found.reasoning_ended, found.reasoning_parser_kwargs) == (ended, kwargs)
