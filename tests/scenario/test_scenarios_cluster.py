@@ -22,14 +22,15 @@ from deltaserve.up import Cluster
 from deltaserve.verify.prompts import PromptMaker
 from tests.cluster.calls import call, complete, metric, records, stored_objects
 from tests.support.cluster import DEMO, cluster_config
-from tests.support.patience import HUNG
 from tests.support.processes import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 LONG = 1500
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats: tensor-parallel sums are taken in another order."""
+PATIENT = 120.0
+"""Seconds after which what has not come will not come."""
 SEATS = 4
 """Requests that a worker runs at once."""
 
@@ -80,11 +81,11 @@ def gauges(cluster: Cluster) -> dict[str, float]:
 
 def idle(cluster: Cluster) -> dict[str, float]:
     """The gauges when no request is anywhere: workers tell that the last one has ended after its client knows."""
-    wait_until(lambda: not any(gauges(cluster).values()), HUNG, "an idle cluster")
+    wait_until(lambda: not any(gauges(cluster).values()), PATIENT, "an idle cluster")
     return gauges(cluster)
 
 
-def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = HUNG) -> None:
+def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = PATIENT) -> None:
     """Wait until every gauge is at its baseline, and still is when the workers have told their load again.
 
     A worker tells it when its stream has been silent for a second.
