@@ -13,7 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from helm_python.chart import lint
+from helm_python.chart import lint, package
 from kubernetes_validate import utils
 
 from deltaserve.up.binaries import find_etcd, find_master
@@ -229,6 +229,12 @@ def test_the_rules_and_dashboards_are_those_of_the_repository() -> None:
     assert sorted(boards["data"]) == [path.name for path in dashboards] != []
     for path in dashboards:
         assert boards["data"][path.name].rstrip() == path.read_text(encoding="utf-8").rstrip()
+
+
+def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
+    """The links to rules and dashboards become files in the archive."""
+    archive = package(CHART, destination=tmp_path)
+    assert render(example("k3-b300"), chart=Path(archive)) == rendered("k3-b300")
 
 
 def test_a_long_release_name_stays_within_what_a_name_may_be() -> None:
