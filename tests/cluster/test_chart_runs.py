@@ -8,6 +8,7 @@ probes, and run the hooks while a request is being answered.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,13 +18,16 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltaserve.up import binaries
+from deltaserve.config import EtcdConfig
+from deltaserve.etcd_channel import EtcdUnavailable
+from deltaserve.etcd_client import Etcd
+from deltaserve.up import binaries, ports
+from tests.support.pki import make_certificates
 from tests.support.processes import MARK, marked, new_mark, wait_until
 from tests.unit.deploy.rendering import CHART, NAMESPACE, ROOT, Workload, changed, example, render, workloads
 
@@ -58,8 +62,8 @@ class Pod:
             text = text.replace(name, value)
         return text
 
-    def start(self) -> None:
-        """Start the container's process."""
+    def start(self, private: bool = True) -> None:
+        """Start the container's process; `private`: with a file system of its own."""
         words = self.workload.container.get("command") or ENTRYPOINT.split()
         words = [
             {"etcd": str(binaries.find_etcd().path), "mooncake_master": str(binaries.find_master().path)}.get(
@@ -68,7 +72,7 @@ class Pod:
             for w in words
         ]
         argv = [*words, *(self._place(argument) for argument in self.workload.args)]
-        if _may_mount():
+        if private and _may_mount():
             argv = ["unshare", "--mount", "sh", "-c", READ_ONLY + '"$@"', "sh", *argv]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -129,17 +133,15 @@ def _may_mount() -> bool:
     return done.returncode == 0
 
 
-@pytest.fixture
-def pods(tmp_path: Path) -> Iterator[dict[str, Pod]]:
-    """The pods of the laptop example by component, none started; whatever runs at the end is ended."""
-    values = changed(example("laptop-cpu"), "router.options", {"placement": "handover"})
-    values = changed(values, "drain.propagationSeconds", 0)
-    found = workloads(render(values))
-    # Addresses of this process alone: the ports are the chart's, and another cluster may have them elsewhere.
-    net = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
-    addresses = {each.component: f"{net}.{10 + index}" for index, each in enumerate(found)}
+def _net() -> str:
+    """Loopback addresses of this process alone: the ports are the chart's, and another cluster may have them."""
+    return f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
+
+
+def _names(found: list[Workload], addresses: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """What stands in a rendered command line → what it is here."""
     etcd, master = (next(w for w in found if w.component == c) for c in ("etcd", "master"))
-    names = {
+    return {
         f"{etcd.name}-0.{etcd.name}.{NAMESPACE}.svc": addresses["etcd"],
         f"$(POD_NAME).{etcd.name}.{NAMESPACE}.svc": addresses["etcd"],
         f"{master.name}.{NAMESPACE}.svc": addresses["master"],
@@ -147,17 +149,34 @@ def pods(tmp_path: Path) -> Iterator[dict[str, Pod]]:
         "/var/lib/etcd": "/tmp/etcd" if _may_mount() else str(tmp_path / "etcd"),
         "/cache": "/tmp/cache" if _may_mount() else str(tmp_path / "cache"),
     }
-    mark = new_mark()
+
+
+@contextlib.contextmanager
+def _ended(pods: list[Pod], mark: str) -> Iterator[None]:
+    """Whatever runs at the end is ended."""
+    try:
+        yield
+    finally:
+        for pod in pods:
+            if pod.process is not None and pod.process.poll() is None:
+                pod.process.send_signal(signal.SIGKILL)
+                pod.process.wait()
+        wait_until(lambda: not marked(mark), 60, "every process of the test has ended")
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[dict[str, Pod]]:
+    """The pods of the laptop example by component, none started."""
+    values = changed(example("laptop-cpu"), "router.options", {"placement": "handover"})
+    found = workloads(render(changed(values, "drain.propagationSeconds", 0)))
+    addresses = {each.component: f"{_net()}.{10 + index}" for index, each in enumerate(found)}
+    names, mark = _names(found, addresses, tmp_path), new_mark()
     made = {
         each.component: Pod(each, addresses[each.component], names, tmp_path / f"{each.component}.log", mark)
         for each in found
     }
-    yield made
-    for pod in made.values():
-        if pod.process is not None and pod.process.poll() is None:
-            pod.process.send_signal(signal.SIGKILL)
-            pod.process.wait()
-    wait_until(lambda: not marked(mark), 60, "every process of the test has ended")
+    with _ended(list(made.values()), mark):
+        yield made
 
 
 def stream(endpoint: str, tokens: int) -> Iterator[dict[str, Any]]:
@@ -205,7 +224,7 @@ def test_pods_start_answer_and_leave(pods: dict[str, Pod]) -> None:
     begun = threading.Event()
 
     def read() -> None:
-        with closing(stream(endpoint, TOKENS)) as events:
+        with contextlib.closing(stream(endpoint, TOKENS)) as events:
             for event in events:
                 if "error" in event:
                     errors.append(event)
@@ -231,3 +250,78 @@ def test_pods_start_answer_and_leave(pods: dict[str, Pod]) -> None:
         assert pod.process is not None
         pod.process.send_signal(signal.SIGTERM)
         assert pod.process.wait(60) == 0, pod.text()[-3000:]
+
+
+def test_masters_elect_a_leader_and_followers_are_ready(tmp_path: Path) -> None:
+    values = changed(example("laptop-cpu"), "master.replicas", 2)
+    found = workloads(render(values))
+    etcd, master = (next(w for w in found if w.component == c) for c in ("etcd", "master"))
+    addresses = {"etcd": f"{_net()}.20", "master": ""}
+    names, mark = _names(found, addresses, tmp_path), new_mark()
+    register = Pod(etcd, addresses["etcd"], names, tmp_path / "etcd.log", mark)
+    masters = [Pod(master, f"{_net()}.{21 + n}", names, tmp_path / f"master{n}.log", mark) for n in range(2)]
+
+    def roles() -> list[str]:
+        found = []
+        for pod in masters:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://{pod.address}:9003/role", timeout=10) as said,
+            ):
+                found.append(said.read().decode())
+        return sorted(found)
+
+    with _ended([register, *masters], mark):
+        register.start()
+        register.wait("readiness")
+        for pod in masters:
+            pod.start()
+        wait_until(lambda: roles() == ["leader", "standby"], 60, "one master leads, the other follows")
+        assert all(pod.probe("readiness") and pod.probe("liveness") for pod in masters)
+        # The leader goes: the follower leads, under its own address.
+        leader = next(pod for pod in masters if f'"leader_address":"{pod.address}:50051"' in _health(pod))
+        assert leader.process is not None
+        leader.process.kill()
+        leader.process.wait()
+        wait_until(lambda: roles() == ["leader"], 120, "the follower leads")
+
+
+def _health(pod: Pod) -> str:
+    with urllib.request.urlopen(f"http://{pod.address}:9003/health", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+async def test_the_bundled_etcd_speaks_tls_and_is_probed_without(tmp_path: Path) -> None:
+    values = changed(example("laptop-cpu"), "etcd.tlsSecret", "client")
+    found = workloads(render(changed(values, "etcd.serverTlsSecret", "server")))
+    # The certificates of the tests are for this address.
+    addresses = {"etcd": "127.0.0.1", "master": ""}
+    folder = make_certificates(tmp_path, "client")
+    secret = {"tls.crt": "server.pem", "tls.key": "server.key", "ca.crt": "ca.pem"}
+    names = _names(found, addresses, tmp_path) | {
+        "/var/lib/etcd": str(tmp_path / "etcd"),
+        **{f"/etc/etcd/tls/{key}": str(folder / file) for key, file in secret.items()},
+    }
+    client, peer, metrics = ports.choose(3)
+    names |= {":2379": f":{client}", ":2380": f":{peer}", ":2381": f":{metrics}"}
+    mark = new_mark()
+    (etcd,) = [each for each in found if each.component == "etcd"]
+    etcd.container["ports"] = [{"name": "metrics", "containerPort": metrics}]
+    pod = Pod(etcd, "127.0.0.1", names, tmp_path / "etcd.log", mark)
+    with _ended([pod], mark):
+        pod.start(private=False)
+        pod.wait("readiness")
+        assert pod.probe("liveness")
+        mine = EtcdConfig(
+            endpoints=[f"127.0.0.1:{client}"],
+            ca_cert=folder / "ca.pem",
+            client_cert=folder / "client.pem",
+            client_key=folder / "client.key",
+        )
+        member = Etcd(mine)
+        assert await member.server_version()
+        await member.close()
+        stranger = Etcd(mine.model_copy(update={"client_cert": None, "client_key": None}))
+        with pytest.raises(EtcdUnavailable):
+            await stranger.server_version()
+        await stranger.close()
