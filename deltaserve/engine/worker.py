@@ -117,6 +117,7 @@ async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
     if not starting.done():
         os._exit(0)  # asked to stop while loading: nothing is registered, nothing to give back
     host = starting.result()
+    configure_logging(config.role, config.log)  # vLLM has set levels of its own
     kv_cache_config = host.core.scheduler.kv_cache_config
     geometry = parts.geometry(host.core.vllm_config, kv_cache_config, digest)
     segments = await asyncio.wrap_future(host.call(parts.segments))

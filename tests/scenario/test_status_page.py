@@ -93,6 +93,9 @@ async def test_the_page_shows_the_cluster_live() -> None:
         stack = site.stack
         await page.go(f"{site.url}/ui")
         await page.until("document.querySelector('#status').innerText === 'ok'")
+        assert not await page.run("document.querySelector('#login').checkVisibility()"), (
+            "nobody asks for a key"
+        )
         for worker in stack.workers:
             assert worker.worker_id in await page.text("#pools")
         assert await page.text("#recent tbody") == "no request yet"
@@ -163,7 +166,7 @@ async def test_the_state_needs_a_key_where_there_are_keys(tmp_path: Path) -> Non
         assert (await site.state("wrong"))[0] == 401
         assert (await site.state("secret-of-mine"))[0] == 200
         await page.go(f"{site.url}/ui")
-        await page.until("!document.querySelector('#login').hidden")
+        await page.until("document.querySelector('#login').checkVisibility()")
         assert "decode-" not in await page.text("#pools")
         await page.run("document.querySelector('#key').value = 'secret-of-mine'")
         await page.run("document.querySelector('#login button').click()")
@@ -219,14 +222,22 @@ def test_top_draws_while_it_waits_for_an_answer() -> None:
 async def test_picture() -> None:
     """Traffic of minutes in half a one: long and short prompts, a worker that is lost, one publish on its way."""
     roles = ("prefill", "prefill", "decode", "decode")
-    async with serving(roles, policy="price", placement="auto") as site, browser() as page:
+    async with serving(roles, placement="auto") as site, browser() as page:
         stack = site.stack
         await page.go(f"{site.url}/ui", 1440, 900)
         asks = []
-        for number in range(70):
+
+        def lose_some(operation: str, key: str) -> None:
+            if operation == "get" and len(asks) in (20, 40):
+                stack.store.objects.pop(key, None)
+
+        stack.store.before = lose_some
+        for number in range(60):
             asks.append(stack.ask(stack.prompt((12, 300, 700, 1500, 60)[number % 5]), 24))
-            await asyncio.sleep(0.35)
-            if number == 45:
+            await asyncio.sleep(0.3)
+            if number == 45:  # when it holds nothing: the engine double resumes no request
+                for ask in asks:
+                    await stack.end(ask, 120)
                 await stack.of("decode")[1].kill()
         for ask in asks:
             await stack.end(ask, 120)

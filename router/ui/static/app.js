@@ -74,8 +74,8 @@ function latency(state, key, words) {
   return el("div", { cls: "curve" }, block, box);
 }
 
-function bar(share, words) {
-  const fill = el("i", { cls: share > 0.9 ? "high" : "" });
+function bar(share, words, high = 2) {
+  const fill = el("i", { cls: share > high ? "high" : "" });
   fill.style.width = `${Math.round(100 * Math.min(1, share))}%`;
   return el("span", null, el("span", { cls: "bar" }, fill), words);
 }
@@ -102,7 +102,7 @@ function showPools(state) {
     for (const worker of state.pools[role]) {
       rows.push([role, el("code", null, worker.id), worded(worker.state),
         `${worker.running} / ${worker.slots || "?"}`, count(worker.waiting), count(worker.queued_tokens),
-        count(worker.outstanding_tokens), bar(worker.kv_usage, `${(100 * worker.kv_usage).toFixed(1)} %`),
+        count(worker.outstanding_tokens), bar(worker.kv_usage, `${(100 * worker.kv_usage).toFixed(1)} %`, 0.9),
         bytes(worker.state_bytes), el("code", null, worker.address), worker.error]);
     }
   }
