@@ -50,7 +50,7 @@ format: dev
 	$(VENV)/bin/ruff format $(SOURCES)
 
 proto: dev
-	$(PY) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. deltaserve/wire/worker.proto
+	$(PY) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. deltaserve/wire/worker.proto deltaserve/wire/api.proto
 
 lock:
 	$(PY) deploy/install/lock.py

@@ -273,6 +273,24 @@ class RouterConfig(BaseModel):
     chat_template: Path | None = Field(
         None, description="Jinja file of the chat template; empty: the model folder's own"
     )
+    front: Literal["python", "rust"] = Field(
+        "python",
+        description="python: vLLM's own application answers all; rust: vLLM's Rust front end answers plain completions "
+        "and chats, and that application the rest (docs/router.md)",
+    )
+    rust_binary: Path | None = Field(
+        None,
+        description="program of the Rust front end, vllm-rs; empty: the one that the CUDA wheel has brought",
+    )
+    rust_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="port on which the Rust front end answers by itself, without keys and limits; 0: none",
+    )
+    grpc_port: int = Field(
+        -1, ge=-1, le=65535, description="port of the gRPC API for clients; 0: any free one; -1: none"
+    )
     client_timeout: float = Field(
         60.0,
         gt=0,
@@ -291,6 +309,19 @@ class RouterConfig(BaseModel):
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise ValueError(f"HTTPS needs tls_cert and tls_key; {missing} is missing")
+        return self
+
+    @model_validator(mode="after")
+    def _rust_port_is_open_to_all(self) -> Self:
+        if self.rust_port and self.front != "rust":
+            raise ValueError(
+                f"rust_port {self.rust_port}: only for front rust; leave it out or set front to rust"
+            )
+        if self.rust_port and (self.api_keys is not None or self.tls_cert is not None):
+            raise ValueError(
+                f"rust_port {self.rust_port}: the Rust front end would answer there without API keys and TLS; leave "
+                "rust_port out, or api_keys and tls_cert"
+            )
         return self
 
 

@@ -8,13 +8,20 @@ strings, log-probs, tools and reasoning. What is added or refused before it is i
 from __future__ import annotations
 
 import asyncio
+import socket
 from argparse import Namespace
 from typing import Any
+
+import grpc
 
 from deltaserve.config import RouterConfig
 from router import core_client
 from router.dispatcher import Dispatcher
-from router.faces.lean import LeanApp
+from router.errors import CannotServe
+from router.faces.grpc_api import GrpcServer
+from router.faces.lean import App, LeanApp
+from router.faces.rust_front import BACKLOG, RustFront, find
+from router.faces.rust_relay import RustRelay
 from router.faces.switch import Switch
 from router.gateway import Gateway
 
@@ -51,14 +58,40 @@ class Front:
         self._vllm_config = vllm_config
         self._llm: Any = None
         self.switch = Switch(dispatcher)
+        self.rust: RustFront | None = None
+        self.grpc: GrpcServer | None = None
 
     async def open(self) -> Gateway:
         """Build the application and start the dispatcher."""
         self.dispatcher.start()
         self._llm = core_client.make_async_llm(self._vllm_config, self.switch)
-        app = LeanApp(await core_client.make_app(self._llm, self._args), self._llm, self.switch)
-        await app.prepare()
-        return Gateway(app, self.dispatcher)
+        lean = LeanApp(await core_client.make_app(self._llm, self._args), self._llm, self.switch)
+        await lean.prepare()
+        config = self.dispatcher.config
+        name = config.served_model_name or config.model.resolve().name
+        app: App = lean
+        if config.front == "rust":
+            self.rust = RustFront(
+                find(config.rust_binary),
+                self.switch,
+                model=config.model.resolve(),
+                name=name,
+                max_model_len=config.max_model_len,
+                listener=_listener(config.host, config.rust_port) if config.rust_port else None,
+            )
+            self.rust.start()
+            app = RustRelay(lean, self.rust)
+        gateway = Gateway(app, self.dispatcher)
+        if config.grpc_port >= 0:
+            self.grpc = GrpcServer(gateway, name, lambda: bool(self.dispatcher.roster.ready("decode")))
+            try:
+                await self.grpc.start(config.host, config.grpc_port, _credentials(config))
+            except OSError as error:
+                raise CannotServe(
+                    f"grpc_port {config.grpc_port}: {error}; choose another with --grpc-port"
+                ) from error
+            print(f"GRPC {config.host}:{self.grpc.port}", flush=True)
+        return gateway
 
     async def failed(self) -> str:
         """Return why nothing can be answered any more, once that is so: vLLM's detokenizing task has ended."""
@@ -68,6 +101,31 @@ class Front:
 
     async def close(self) -> None:
         """End what is in flight and let the workers go. Never raises."""
+        if self.grpc is not None:
+            await self.grpc.close()
+        if self.rust is not None:
+            await self.rust.close()
         await self.dispatcher.close()
         if self._llm is not None:
             self._llm.shutdown()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """The Rust front end's own port. Raises CannotServe."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise CannotServe(
+            f"rust_port {port}: {host}:{port} cannot be bound ({error.strerror}); choose another with --rust-port"
+        ) from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _credentials(config: RouterConfig) -> Any:
+    """The gRPC port's certificate, where the endpoint has one."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
+    return grpc.ssl_server_credentials((pair,))

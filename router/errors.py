@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as OpenAI's clients expect them."""
+"""Errors as OpenAI's clients expect them, and the one that ends the router at start."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Any
+
+
+class CannotServe(RuntimeError):
+    """The router cannot start with this configuration or this vLLM; the message is for the operator."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

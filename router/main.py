@@ -28,6 +28,7 @@ from deltaserve.config import LogConfig, RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.model_check import ModelError, read_facts
 from deltaserve.telemetry import configure_logging, tracing
+from router.errors import CannotServe
 
 if TYPE_CHECKING:
     from router.app import Front
@@ -207,7 +208,10 @@ async def _main(
     front = Front(dispatcher, args, vllm_config)
     _stage("joining the cluster")
     try:
-        application = await front.open()
+        try:
+            application = await front.open()
+        except CannotServe as error:
+            raise Failed(str(error)) from error
         _configure_logging(config.log)  # libraries of vLLM's have set levels of their own
         if not stop.is_set():
             await _http(Observed(application, front.dispatcher), listener, stop, front)

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any
 
+from router.errors import CannotServe
+
 TEXT, ID, MODEL, STOP, FINISH = "@text@", "@id@", "@model@", "@stop@", "length"
 _CREATED = re.compile(r'"created":\d+')
 _FINISH = f'"finish_reason":"{FINISH}"'
 
 
-class FormChanged(RuntimeError):
+class FormChanged(CannotServe):
     """vLLM's events do not have the marks that were put in."""
 
 

@@ -153,7 +153,7 @@ class LeanApp:
         body = message.get("body", b"")
         document = None if message.get("more_body") else plain(scope, body)
         if document is None or not await self._serve(scope, document, receive, send):
-            await self._app(scope, _again(message, receive), send)
+            await self._app(scope, again(message, receive), send)
 
     async def _serve(self, scope: Scope, document: dict[str, Any], receive: Receive, send: Send) -> bool:
         """Answer; False when vLLM's application shall, nothing has been sent then."""
@@ -324,7 +324,7 @@ def _left(stream: LeanStream, receiving: asyncio.Future[Message]) -> None:
         stream.leave()
 
 
-def _again(first: Message, receive: Receive) -> Receive:
+def again(first: Message, receive: Receive) -> Receive:
     """`receive`, after the message that has been read already."""
     pending = [first]
 
