@@ -86,7 +86,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "expected"), REFUSED, ids=[f"{p}={v!r:.40}" for p, v, _ in REFUSED]
+    ("path", "value", "expected"),
+    REFUSED,
+    ids=[f"{p}={'removed' if v is REMOVE else repr(v)[:40]}" for p, v, _ in REFUSED],
 )
 def test_what_cannot_work_is_refused(path: str, value: Any, expected: str) -> None:
     values = example("k3-b300")
