@@ -29,6 +29,7 @@ from deltaserve.wire.api_pb2_grpc import InferenceStub
 from router.faces.rust_front import RustMissing, find
 from tests.unit.router.test_router_http import Router, Workers, wait_until
 
+pytestmark = pytest.mark.cluster  # a router process of its own
 PROGRAM = found_front()
 rust = pytest.mark.skipif(PROGRAM is None, reason="python -m benchmarks.router has not fetched vllm-rs")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

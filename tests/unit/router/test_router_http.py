@@ -28,6 +28,7 @@ from tests.support.patience import HUNG
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "demo"
+pytestmark = pytest.mark.cluster  # a router process of its own
 LONG = "the quick brown fox jumps over the lazy dog " * 5
 START_SECONDS = 240.0
 
@@ -51,7 +52,7 @@ class Workers:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run on the doubles' loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     def reset(self) -> None:
         """As new."""
