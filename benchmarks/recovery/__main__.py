@@ -16,7 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recovery.streams import KINDS, Stream, differences, fetch, finish, started, streams
+from benchmarks.recovery.streams import (
+    KINDS,
+    TOOL_PARSER,
+    Stream,
+    differences,
+    fetch,
+    finish,
+    started,
+    streams,
+)
 from deltaserve.config import ClusterConfig
 from deltaserve.up import Cluster
 from deltaserve.verify.prompts import PromptMaker
@@ -138,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             decode=2,
             run_dir=Path(folder),
             max_restarts=1000,
+            tool_parser=TOOL_PARSER,
             start_timeout=READY_SECONDS,
             router_options=router,
         )

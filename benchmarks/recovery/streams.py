@@ -20,6 +20,8 @@ TOOL = {
     "type": "function",
     "function": {"name": "note", "description": "Write a note down.", "parameters": SCHEMA},
 }
+TOOL_PARSER = "kimi_k2"
+"""The router's, without which it takes no tools."""
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
     "seeded": {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5, "ignore_eos": True},
