@@ -234,7 +234,7 @@ def test_clients_that_leave_in_the_middle(router: Router) -> None:
     host, _, port = router.url.removeprefix("http://").partition(":")
     for read in (0, 1, 100, 2000) * 5:
         with socket.create_connection((host, int(port)), WAIT) as client:
-            client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            client.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             left = read
             while left > 0 and (chunk := client.recv(left)):
                 left -= len(chunk)
