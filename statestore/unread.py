@@ -30,9 +30,15 @@ class Unread:
         pending = frozenset(record.id for record in records if record.state == "pending")
         if self._begun is None:
             self._begun = pending
+        endpoints = {_endpoint(name) for name in segments}
         here = sum(
-            any(entry.segment in segments for entry in record.objects())
+            any(_endpoint(entry.segment) in endpoints for entry in record.objects())
             for record in records
             if record.state == "committed"
         )
         return here + len(self._begun & pending)
+
+
+def _endpoint(segment: str) -> str:
+    """Of `name@endpoint`, what is known of a segment even where its name is not."""
+    return segment.rpartition("@")[2]

@@ -132,10 +132,12 @@ async def test_only_requests_boundaries_in_its_own_memory_count() -> None:
         committed(1, "here:1"),
         committed(2, "there:1"),
         committed(3, "here:1", reusable=True),
-        committed(4, "here:2"),
+        committed(4, "name@here:2"),
+        committed(5, "@here:2"),
+        committed(6, "here:2@there:2"),
     ):
         ledger.records[record.id] = record.to_json()
-    assert await Unread(ledger).count(["here:1", "here:2"]) == 2
+    assert await Unread(ledger).count(["here:1", "name@here:2"]) == 3
     assert await Unread(ledger).count(["nowhere"]) == 0
 
 
