@@ -18,6 +18,7 @@ from tests.cluster.calls import call, complete
 from tests.support.cluster import cluster_config
 from tests.support.metrics_table import Row, read_table
 from tests.support.otlp import Collector, collecting, parents
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -49,9 +50,15 @@ def observed(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> 
 @pytest.fixture(scope="module")
 def answer(observed: Cluster) -> dict[str, Any]:
     """One request that was handed over."""
-    made = complete(observed, PROMPT)
-    assert made["trace"]["route"].startswith("handover "), made["trace"]
-    return made
+    made: list[dict[str, Any]] = []
+
+    def handed_over() -> bool:
+        # On a busy machine the router may lose sight of the prefill worker for a moment; then it is asked again.
+        made.append(complete(observed, PROMPT))
+        return str(made[-1]["trace"]["route"]).startswith("handover ")
+
+    wait_until(handed_over, 120, "a request is handed over")
+    return made[-1]
 
 
 def scrape(url: str) -> dict[str, Row]:
