@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 from websockets.asyncio.client import ClientConnection, connect
 
-SECONDS = 60.0
+SECONDS = 120.0
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",  # tests may run as root, in a container
