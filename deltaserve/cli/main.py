@@ -33,6 +33,7 @@ from deltaserve.config import (
     VerifyConfig,
     WorkerConfig,
 )
+from deltaserve.plan_config import PlanConfig
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ COMMANDS = (
     ),
     Command("drain", "let a worker finish what it holds and leave", DrainConfig, "deltaserve.cli.drain:run"),
     Command("top", "watch a running router", TopConfig, "deltaserve.cli.top:run"),
+    Command("plan", "say how many workers each role needs", PlanConfig, "deploy.planner.main:run"),
     Command("boundaries", "list what the ledger holds", BoundariesConfig, "deltaserve.cli.boundaries:run"),
 )
 
