@@ -82,6 +82,7 @@ def test_offered_commands() -> None:
         "doctor",
         "drain",
         "top",
+        "plan",
         "boundaries",
     ]
     assert issubclass(COMMANDS[1].model, RouterConfig)
