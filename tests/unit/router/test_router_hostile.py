@@ -8,6 +8,7 @@ descriptors.
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import re
@@ -92,8 +93,10 @@ def exchange(router: Router, data: bytes, *, close: bool = True) -> tuple[int, .
                 client.shutdown(socket.SHUT_WR)
             while chunk := client.recv(1 << 16):
                 received += chunk
-        except ConnectionError:
-            pass  # closed while we were still sending
+        except OSError as error:
+            # Closed while we were still sending: reset, or no connection left to shut down.
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise
     return tuple(int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received))
 
 
