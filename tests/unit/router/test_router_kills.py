@@ -42,6 +42,7 @@ async def storm(c: Cluster, kills: int, noise: random.Random) -> int:
     return wrong
 
 
+@pytest.mark.scenario
 async def test_a_hundred_and_twenty_kills() -> None:
     async with cluster(prefill=2, decode=3, resume_wait=60.0, worker_wait=60.0) as c:
         assert await storm(c, 120, random.Random(11)) == 0
