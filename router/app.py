@@ -13,13 +13,14 @@ from argparse import Namespace
 from typing import Any
 
 import grpc
+from starlette.types import ASGIApp as App
 
 from deltaserve.config import RouterConfig
 from router import core_client
 from router.dispatcher import Dispatcher
 from router.errors import CannotServe
 from router.faces.grpc_api import GrpcServer
-from router.faces.lean import App, LeanApp
+from router.faces.lean import LeanApp
 from router.faces.rust_front import BACKLOG, RustFront, find
 from router.faces.rust_relay import RustRelay
 from router.faces.switch import Switch

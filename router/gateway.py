@@ -21,9 +21,11 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 from urllib.parse import unquote
+
+from starlette.types import ASGIApp as App
+from starlette.types import Message, Receive, Scope, Send
 
 from router.admission import PROMPT_SEEN, Door, Key, KeyRing, Permit, Refused
 from router.dispatcher import MAX_FLIGHTS, Dispatcher
@@ -34,12 +36,6 @@ from router.route_header import naming_routes
 from router.ui import StatusPage
 
 T = TypeVar("T", int, float)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Paths whose POST needs a decode worker."""

@@ -13,20 +13,15 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp as App
+from starlette.types import Message, Receive, Scope, Send
 
 from deltaserve.telemetry import about, tracing
 from router.dispatcher import Dispatcher
 from router.spans import HTTP_SPAN
 
 log = logging.getLogger(__name__)
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 HEADER = b"x-request-id"
 KEY = "deltaserve.request_id"

@@ -7,9 +7,10 @@ nothing comes later for it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any
+
+from starlette.types import Message, Send
 
 from router.trace import Trace
 
@@ -19,9 +20,6 @@ LISTED = 4
 
 ROUTES: ContextVar[list[Trace] | None] = ContextVar("ROUTES", default=None)
 """Where the dispatcher leaves the traces of what the running HTTP request asks for."""
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 
 
 def value(traces: Iterable[Trace]) -> bytes:

@@ -25,10 +25,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp as App
 
 from deltaserve.wire import api_pb2 as api
 from deltaserve.wire.api_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from router.faces.lean import App
 
 log = logging.getLogger(__name__)
 

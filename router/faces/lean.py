@@ -23,9 +23,11 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+from starlette.types import Message, Receive, Scope, Send
 
 from router.faces.chunks import ID, MODEL, Form, learn
 from router.faces.lean_stream import LeanStream
@@ -35,42 +37,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _SAMPLING = {
-    *(
-        "model",
-        "stream",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-    ),
-    *(
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "min_tokens",
-        "ignore_eos",
-    ),
-    *(
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-        "user",
-        "priority",
-    ),
-    *("kv_transfer_params", "cache_salt", "request_id"),
+    "model",
+    "stream",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "user",
+    "priority",
+    "kv_transfer_params",
+    "cache_salt",
+    "request_id",
 }
 PLAIN: dict[str, frozenset[str]] = {
     CHAT: frozenset({*_SAMPLING, "messages", "max_completion_tokens", "chat_template_kwargs"}),

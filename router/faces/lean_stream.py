@@ -12,8 +12,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from starlette.types import Send
 
 from router.errors import error_body
 from router.faces.chunks import Filled, Form, usage_event
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 DONE = "data: [DONE]\n\n"
 FAILED = "Internal server error"

@@ -14,9 +14,11 @@ import logging
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp as App
+from starlette.types import Receive, Scope, Send
 
 from router.errors import error_body
-from router.faces.lean import PLAIN, App, Receive, Scope, Send, again, plain
+from router.faces.lean import PLAIN, again, plain
 from router.faces.rust_front import RustFront
 
 log = logging.getLogger(__name__)

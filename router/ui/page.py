@@ -11,15 +11,13 @@ Plain files, no build step, nothing from elsewhere: the content security policy 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+
+from starlette.types import Send
 
 from router.dispatcher import Dispatcher
 from router.errors import error_body
 from router.ui.state import Snapshots
-
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 STATIC = Path(__file__).with_name("static")
 _FILES = {

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 
 from deltaserve.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.gateway import Gateway, Receive, Scope, Send, answer
+from router.gateway import Gateway, answer
 from router.main import _listen, _make_server
 from router.metrics import Metrics
 from tests.doubles.static_membership import StaticMembership
