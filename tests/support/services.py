@@ -103,9 +103,10 @@ class Service:
             self.process = None
 
     def hang(self) -> None:
-        """Stop it: connections stay open, nobody answers."""
+        """Stop it: connections stay open, nobody answers. Returns when all its threads have stopped."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let it go on."""
