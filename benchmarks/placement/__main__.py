@@ -101,10 +101,10 @@ def run(decisions: int) -> list[dict[str, Any]]:
 def busy_link(role: Role, number: int, noise: random.Random) -> WorkerLink:
     """A link that takes requests and has some already; nothing is at its other end."""
     member = Member(f"{role}-{number}", role, "", "digest", "geometry", 1)
-    link = WorkerLink(member, None)  # type: ignore[arg-type]
+    link = WorkerLink(member, None)  # type: ignore[arg-type]  # no event will come of it
     link.description = pb.WorkerDescription(state_bytes=1_500_000, token_bytes=4_600)
     link.outstanding, link.state_bytes = noise.randrange(20_000), noise.randrange(1 << 30)
-    link.legs = dict.fromkeys(range(noise.randrange(64)))  # type: ignore[assignment]
+    link.legs = dict.fromkeys(range(noise.randrange(64)))  # type: ignore[assignment]  # their number counts
     link.up = True
     return link
 
@@ -113,7 +113,7 @@ def as_flight(prompt: Prompt) -> Flight:
     """A request with this prompt, as the dispatcher has it when it is to be placed."""
     trace = Trace("", prompt.length, "auto", 0.0)
     return Flight(
-        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]  # a placement does not look at the request itself
         Prompt(prompt.tokens),
         b"",
         prompt.length,
@@ -131,6 +131,7 @@ def run_size(count: int, decisions: int) -> list[dict[str, Any]]:
     noise = random.Random(1)
     decodes = [busy_link("decode", i, noise) for i in range(count // 2)]
     prefills = [busy_link("prefill", i, noise) for i in range(count - count // 2)]
+    # Never started, so it tells nobody of events.
     roster = Roster(Register(), None, Metrics(CollectorRegistry()))  # type: ignore[arg-type]
     roster._links = {link.worker_id: link for link in (*decodes, *prefills)}
 

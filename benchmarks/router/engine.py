@@ -25,7 +25,7 @@ import uvloop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 
-from benchmarks.router.http_engine import HttpEngine
+from benchmarks.router.http_engine import HttpEngine, steps
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from deltaserve.wire.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -76,15 +76,7 @@ class Steps:
 
     async def run(self) -> None:
         """Make steps for ever."""
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            if not self.running:
-                self._work.clear()
-                await self._work.wait()
-                due = loop.time()
-            due = max(due + self._seconds, loop.time() - self._seconds)  # what is late is not made up for
-            await asyncio.sleep(max(0.0, due - loop.time()))
+        async for _ in steps(self._seconds, self.running, self._work):
             outputs = []
             for leg, request in list(self.running.items()):
                 output = request.step()

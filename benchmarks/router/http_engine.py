@@ -5,13 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
+
+
+async def steps(seconds: float, running: Sized, work: asyncio.Event) -> AsyncIterator[None]:
+    """A turn every `seconds` while there is something in `running`, for ever; `work` is set when something comes."""
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        if not running:
+            work.clear()
+            await work.wait()
+            due = loop.time()
+        due = max(due + seconds, loop.time() - seconds)  # what is late is not made up for
+        await asyncio.sleep(max(0.0, due - loop.time()))
+        yield
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +65,7 @@ class HttpEngine:
         self._work.set()
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
-        while True:
-            if not self.running:
-                self._work.clear()
-                await self._work.wait()
-                due = loop.time()
-            due = max(due + self._seconds, loop.time() - self._seconds)
-            await asyncio.sleep(max(0.0, due - loop.time()))
+        async for _ in steps(self._seconds, self.running, self._work):
             for running in list(self.running):
                 self._step(running)
 

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -65,11 +65,22 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+class Program(subprocess.Popen[str]):
+    """A process of which the stderr is kept."""
+
+    errors: IO[str]
+
+    def said(self) -> str:
+        """What it has written there so far."""
+        self.errors.seek(0)
+        return self.errors.read()
+
+
 @contextlib.contextmanager
-def process(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def process(*command: str | Path, **options: Any) -> Iterator[Program]:
     """A process, ended at the end; its stderr is kept for the message when it does not come up."""
     with tempfile.TemporaryFile("w+") as errors:
-        made = subprocess.Popen(
+        made = Program(
             [str(part) for part in command],
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -78,7 +89,7 @@ def process(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[s
             text=True,
             **options,
         )
-        made.errors = errors  # type: ignore[attr-defined]
+        made.errors = errors
         try:
             yield made
         finally:
@@ -90,18 +101,17 @@ def process(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[s
                 made.wait()
 
 
-def line(made: subprocess.Popen[str], start: str) -> str:
+def line(made: Program, start: str) -> str:
     """The first line of a process's output that begins with `start`; the rest is read and thrown away."""
     assert made.stdout is not None
     for text in made.stdout:
         if text.startswith(start):
             threading.Thread(target=made.stdout.read, daemon=True).start()
             return text
-    made.errors.seek(0)  # type: ignore[attr-defined]
-    raise RuntimeError(f"{made.args}: ended early: {made.errors.read()[-2000:]}")  # type: ignore[attr-defined]
+    raise RuntimeError(f"{made.args!r}: ended early: {made.said()[-2000:]}")
 
 
-def wait_ready(url: str, made: subprocess.Popen[str]) -> None:
+def wait_ready(url: str, made: Program) -> None:
     """Return when a chat is answered."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     end = time.monotonic() + START_SECONDS
@@ -114,9 +124,8 @@ def wait_ready(url: str, made: subprocess.Popen[str]) -> None:
             return
         except OSError as error:
             if made.poll() is not None or time.monotonic() > end:
-                made.errors.seek(0)  # type: ignore[attr-defined]
-                text = made.errors.read()[-2000:]  # type: ignore[attr-defined]
-                raise RuntimeError(f"{made.args}: does not answer: {error}; {text}") from error
+                text = made.said()[-2000:]
+                raise RuntimeError(f"{made.args!r}: does not answer: {error}; {text}") from error
             time.sleep(0.2)
 
 
@@ -170,13 +179,11 @@ def face(addresses: dict[str, str], front: str = "python", direct: bool = False)
         yield Side(front, url, [made.pid])
 
 
-def wait_child(made: subprocess.Popen[str]) -> None:
+def wait_child(made: Program) -> None:
     """Return when the Rust front end says that it serves."""
-    errors = made.errors  # type: ignore[attr-defined]
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
-        errors.seek(0)
-        if "vllm-rs serves" in errors.read():
+        if "vllm-rs serves" in made.said():
             return
         time.sleep(0.2)
     raise RuntimeError("the router's Rust front end does not come up")

@@ -21,7 +21,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 from benchmarks.scaling.model import Slo, WorkerModel
 from benchmarks.scaling.traces import Trace
@@ -120,6 +121,9 @@ class _Decode:
     @property
     def idle(self) -> bool:
         return not self.running and not self.waiting
+
+
+_Worker = TypeVar("_Worker", _Prefill, _Decode)
 
 
 class Simulator:
@@ -323,17 +327,17 @@ class Simulator:
     def _resize(
         self,
         now: float,
-        pool: list[_Prefill] | list[_Decode],
+        pool: list[_Worker],
         wanted: int,
-        kind: type[_Prefill] | type[_Decode],
+        kind: type[_Worker],
     ) -> None:
         if wanted < 1:
             raise ValueError(f"replicas {wanted}: a pool needs at least one")
         current = [w for w in pool if w.state in ("starting", "ready")]
         for _ in range(wanted - len(current)):
             worker = kind(now)
-            pool.append(worker)  # type: ignore[arg-type]
-            self._at(now + self._worker.start_seconds, lambda t, w=worker: self._started(w))  # type: ignore[misc]
+            pool.append(worker)
+            self._at(now + self._worker.start_seconds, partial(self._started, worker))
         surplus = len(current) - wanted
         for worker in [w for w in current if w.state == "starting"][::-1][: max(0, surplus)]:
             self._finish(now, worker)
@@ -345,7 +349,7 @@ class Simulator:
                 self._finish(now, worker)
 
     @staticmethod
-    def _started(worker: _Prefill | _Decode) -> None:
+    def _started(worker: _Prefill | _Decode, now: float) -> None:
         if worker.state == "starting":
             worker.state = "ready"
 
