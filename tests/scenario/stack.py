@@ -14,7 +14,6 @@ import functools
 import itertools
 import random
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import grpc
 from prometheus_client import REGISTRY, CollectorRegistry
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from decode_worker.role import DecodeRole
 from deltaserve.config import RouterConfig, StoreConfig, WorkerConfig
@@ -44,6 +43,7 @@ from tests.doubles.ledger import LedgerDouble
 from tests.doubles.membership import MembershipDouble, Register
 from tests.doubles.pool import PoolDouble, Store
 from tests.doubles.toy_model import State, ToyModel
+from tests.support.core_requests import core_request
 
 SECONDS = 30.0
 LEASE = 0.2
@@ -323,20 +323,7 @@ class Stack:
         made = Ask(f"cmpl-s{next(_names)}-0", prompt, count)
         self._asks[made.name] = made
         params = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True, **params}
-        self.dispatcher.add(
-            EngineCoreRequest(
-                request_id=made.name,
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=SamplingParams(**params),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-                external_req_id=made.name,
-            )
-        )
+        self.dispatcher.add(core_request(made.name, prompt, SamplingParams(**params), external=made.name))
         return made
 
     async def end(self, ask: Ask, seconds: float = SECONDS) -> Ask:

@@ -20,22 +20,11 @@ from router.observe import Observed
 from router.ui.state import Snapshots
 from statestore.connector.events import watch
 from tests.scenario.stack import Barrier, Stack, Worker, running, until
-from tests.support.otlp import Collector, Seen, collecting, parents
+from tests.support.otlp import TREE, Collector, Seen, collecting, parents
 
 RANKS = 2
 CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
-TREE = {
-    "POST /v1/completions": "(remote)",
-    "request": "POST /v1/completions",
-    "handover.prefill": "request",
-    "prefill": "handover.prefill",
-    "publish": "prefill",
-    "decode": "request",
-    "generate": "decode",
-    "load": "generate",
-}
-"""Name → parent of every span of a request that was handed over."""
 
 
 @pytest.fixture

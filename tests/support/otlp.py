@@ -17,6 +17,18 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ser
 
 from tests.support.patience import HUNG
 
+TREE = {
+    "POST /v1/completions": "(remote)",
+    "request": "POST /v1/completions",
+    "handover.prefill": "request",
+    "prefill": "handover.prefill",
+    "publish": "prefill",
+    "decode": "request",
+    "generate": "decode",
+    "load": "generate",
+}
+"""Name → parent of every span of a request that was handed over."""
+
 
 @dataclass(frozen=True)
 class Seen:

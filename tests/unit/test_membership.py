@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -30,6 +29,7 @@ from deltaserve.membership import Member, Membership, View, member_key
 from tests.doubles.membership import MembershipDouble, Register
 from tests.support import services
 from tests.support.patience import HUNG
+from tests.support.pki import make_certificates
 
 Make = Callable[[], Membership]
 
@@ -427,20 +427,7 @@ def test_configurations_that_cannot_work(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ca.pem, server.pem/.key for 127.0.0.1, client.pem/.key."""
-    folder = tmp_path_factory.mktemp("pki")
-    (folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    (folder / "client.ext").write_text("extendedKeyUsage=clientAuth\n")
-    new_key = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-    commands = [f"{new_key} -x509 -days 2 -subj /CN=authority -keyout ca.key -out ca.pem"]
-    for name in ("server", "client"):
-        commands.append(f"{new_key} -subj /CN={name} -keyout {name}.key -out {name}.csr")
-        commands.append(
-            f"openssl x509 -req -days 2 -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial "
-            f"-extfile {name}.ext -out {name}.pem"
-        )
-    for command in commands:
-        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("pki"), "client")
 
 
 def tls_flags(folder: Path) -> list[str]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.arguments import engine_args, set_environment
 from deltaserve.engine.host import EngineHost
+from tests.support.core_requests import core_request
 
 TOKENS = 24
 HISTORY = 9
@@ -53,19 +53,7 @@ class Engine:
 
     def run(self, name: str, prompt: list[int], params: Any, history: list[int]) -> list[tuple[int, float]]:
         """The answer of one request: (token, log-prob)."""
-        from vllm.v1.engine import EngineCoreRequest
-
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=name,  # nobody's prefix cache helps
-            data_parallel_rank=None,
-        )
+        request = core_request(name, prompt, params, salt=name)  # nobody's prefix cache helps
         self._answers[name], self._ended[name] = [], threading.Event()
         refused: list[str] = []
         self.host.add(request, lambda reason: (refused.append(reason), self._ended[name].set()), history)

@@ -6,19 +6,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from deltaserve.config import RouterConfig
 from router.dispatcher import Dispatcher
 from router.metrics import Metrics
 from tests.doubles.static_membership import StaticMembership
 from tests.doubles.worker import WorkerDouble
+from tests.support.core_requests import core_request
 
 _names = itertools.count(1)
 SECONDS = 30.0
@@ -67,20 +67,7 @@ class Cluster:
         self.outputs[name] = []
         self._finished[name] = asyncio.Event()
         params.setdefault("max_tokens", 6)
-        self.dispatcher.add(
-            EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=SamplingParams(**params),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-                external_req_id=name,
-            )
-        )
+        self.dispatcher.add(core_request(name, prompt, SamplingParams(**params), external=name))
         return name
 
     async def finish(self, name: str) -> tuple[list[int], FinishReason | None]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from router.faces.chunks import TEXT, Form, FormChanged, learn
 from router.faces.lean import CHAT, COMPLETION, plain
 from router.faces.lean_stream import LeanStream
 from router.faces.switch import Switch
+from tests.support import core_requests
 
 MODEL = Path(__file__).parents[3] / "models" / "demo"
 WORDS = "the quick brown fox jumps over the lazy dog"
@@ -33,17 +33,7 @@ def tokenizer() -> Any:
 
 
 def core_request(name: str = "r1", **params: Any) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[1, 5, 6],
-        mm_features=None,
-        sampling_params=SamplingParams(**params),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    return core_requests.core_request(name, [1, 5, 6], SamplingParams(**params))
 
 
 # ---- what is plain

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import queue
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -23,6 +22,7 @@ from statestore.boundary import BoundaryRecord, Epoch, RankEntry
 from statestore.connector.intents import PARAMS, Intents, LinkOutcome, LoadIntent, PublishIntent
 from tests.doubles.pool import PoolDouble, Store
 from tests.support.cluster import DEMO
+from tests.support.core_requests import core_request
 
 WORKER = "probe"
 DIGEST = "0123456789abcdef"
@@ -85,24 +85,13 @@ class Probe:
 
     def start(self, prompt: Sequence[int], tokens: int, **intents: Any) -> str:
         from vllm import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         name = f"probe-{next(self._names)}"
         extra = {"kv_transfer_params": {PARAMS: Intents(**intents)}} if intents else None
         params = SamplingParams(
             max_tokens=tokens, temperature=0.0, logprobs=1, ignore_eos=True, extra_args=extra
         )
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = core_request(name, prompt, params)
         self.host.add(request, lambda reason: self.outputs.put(RuntimeError(reason)))
         return name
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 
 from deltaserve.config import StoreConfig, WorkerConfig
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry
@@ -30,6 +29,7 @@ from statestore.geometry import Geometry
 from tests.doubles.engine import MODEL_DIGEST, EngineDouble
 from tests.doubles.pool import Store
 from tests.doubles.toy_model import ToyModel
+from tests.support.core_requests import core_request
 
 BLOCK = 32
 CHUNK = 64
@@ -76,17 +76,7 @@ class Worker:
             ignore_eos=True,
             extra_args={"kv_transfer_params": {PARAMS: Intents(**intents)}} if intents else None,
         )
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = core_request(name, prompt, params)
         self.engine.add(request)
         return name
 
