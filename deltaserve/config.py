@@ -324,6 +324,11 @@ class RouterConfig(BaseModel):
             )
         return self
 
+    @property
+    def model_name(self) -> str:
+        """The name that clients give as `model`."""
+        return self.served_model_name or self.model.resolve().name
+
 
 class ClusterConfig(BaseModel):
     """A whole cluster on one machine: what `deltaserve up` starts."""
@@ -404,6 +409,11 @@ class ClusterConfig(BaseModel):
                 f"decode_dcp {self.decode_dcp} does not divide decode_tp {self.decode_tp}; choose a divisor of it"
             )
         return self
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients give as `model`."""
+        return self.served_model_name or self.model.resolve().name
 
 
 class VerifyConfig(ClusterConfig):

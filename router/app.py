@@ -29,7 +29,7 @@ from router.gateway import Gateway
 
 def arguments(config: RouterConfig) -> Namespace:
     """vLLM's server arguments for this router."""
-    name = config.served_model_name or config.model.resolve().name
+    name = config.model_name
     optional = []
     if config.tool_parser:
         optional += ["--enable-auto-tool-choice", f"--tool-call-parser={config.tool_parser}"]
@@ -69,7 +69,7 @@ class Front:
         lean = LeanApp(await core_client.make_app(self._llm, self._args), self._llm, self.switch)
         await lean.prepare()
         config = self.dispatcher.config
-        name = config.served_model_name or config.model.resolve().name
+        name = config.model_name
         app: App = lean
         if config.front == "rust":
             self.rust = RustFront(

@@ -181,16 +181,14 @@ class Gateway:
 
     async def _health(self, send: Send) -> None:
         report = self._dispatcher.roster.report()
-        reachable = bool(report["roles"]["decode"]["ready"])
-        status = "unavailable" if not reachable else "degraded" if report["missing"] else "ok"
         content = {
-            "status": status,
-            "model": self._config.served_model_name or self._config.model.resolve().name,
+            "status": report["status"],
+            "model": self._config.model_name,
             "placement": self._config.placement,
             "in_flight": self._dispatcher.in_flight,
             **report,
         }
-        await answer(send, 200 if reachable else 503, content)
+        await answer(send, 503 if report["status"] == "unavailable" else 200, content)
 
     async def _trace(self, send: Send, request_id: str) -> None:
         trace = self._dispatcher.traces.find(request_id)

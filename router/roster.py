@@ -159,7 +159,7 @@ class Roster:
             self._drop(link)
 
     def report(self) -> dict[str, Any]:
-        """Roles and what is missing, for /health."""
+        """Roles, what is missing, and what that comes to in a word, for /health and the status page."""
         roles: dict[str, Any] = {}
         for role in ROLES:
             links = [link for link in self._links.values() if link.member.role == role]
@@ -178,7 +178,13 @@ class Roster:
         if not roles["prefill"]["ready"]:
             missing.append("prefill: no prefill worker is reachable; prompts are prefilled on decode workers")
         missing += self._refusals()
-        return {"roles": roles, "register": bool(self.view and self.view.connected), "missing": missing}
+        status = "unavailable" if not roles["decode"]["ready"] else "degraded" if missing else "ok"
+        return {
+            "status": status,
+            "roles": roles,
+            "register": bool(self.view and self.view.connected),
+            "missing": missing,
+        }
 
     @staticmethod
     def _describe(link: WorkerLink) -> dict[str, Any]:

@@ -27,7 +27,7 @@ HANDOFFS, REQUESTS, FAULTS = 12, 12, 6
 """Rows shown of each."""
 _COLOURS = {
     **dict.fromkeys(("ok", "ready", "committed", "loaded", "finished", "done"), "green"),
-    **dict.fromkeys(("degraded", "draining", "warning"), "yellow"),
+    **dict.fromkeys(("degraded", "draining", "stalled", "warning"), "yellow"),
     **dict.fromkeys(("unavailable", "away", "failed", "error", "critical"), "red"),
     **dict.fromkeys(("running", "busy", "writing", "reading", "committing", "computing"), "cyan"),
 }

@@ -110,7 +110,7 @@ class Cluster:
     @property
     def served_model_name(self) -> str:
         """The name that clients give as `model`."""
-        return self.config.served_model_name or self.config.model.resolve().name
+        return self.config.model_name
 
     @property
     def etcd_endpoint(self) -> str:

@@ -178,7 +178,7 @@ def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int, metrics_por
 def _router(config: ClusterConfig, ports: Ports) -> RouterConfig:
     fields: dict[str, Any] = {
         "model": config.model.resolve(),
-        "served_model_name": config.served_model_name or config.model.resolve().name,
+        "served_model_name": config.model_name,
         "host": config.host,
         "port": ports.router,
         "max_model_len": config.max_model_len,

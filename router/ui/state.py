@@ -96,16 +96,15 @@ class Snapshots:
         report = dispatcher.roster.report()
         traces = dispatcher.traces.recent()
         lately = [trace for trace in traces if now - trace.arrival < WINDOW]
-        ready = bool(report["roles"]["decode"]["ready"])
         config = dispatcher.config
         return {
             "time": now,
             "uptime": now - self._began,
             "version": __version__,
-            "model": config.served_model_name or config.model.resolve().name,
+            "model": config.model_name,
             "placement": config.placement,
             "policy": dispatcher.policy.name,
-            "status": "unavailable" if not ready else "degraded" if report["missing"] else "ok",
+            "status": report["status"],
             "missing": report["missing"],
             "requests": self._requests(lately),
             "latency": {
@@ -211,7 +210,7 @@ def _worker(link: WorkerLink) -> dict[str, Any]:
     return {
         "id": link.worker_id,
         "address": link.member.address,
-        "state": "draining" if link.retiring else "ready" if link.up else "away",
+        "state": link.state,
         "error": "" if link.up else link.error,
         "requests": len(link.legs),
         "slots": about.max_num_seqs,

@@ -80,7 +80,7 @@ function bar(share, words, high = 2) {
   return el("span", null, el("span", { cls: "bar" }, fill), words);
 }
 
-const STATE_CLASS = { ready: "good", draining: "warn", away: "bad", committed: "good", loaded: "good", failed: "bad",
+const STATE_CLASS = { ready: "good", draining: "warn", stalled: "warn", away: "bad", committed: "good", loaded: "good", failed: "bad",
   finished: "good", running: "busy", error: "bad", aborted: "dim" };
 const worded = (text, cls) => el("span", { cls: cls || STATE_CLASS[text] || "busy" }, text);
 
