@@ -240,6 +240,12 @@ class Roster:
             if worker_id not in seen:
                 if not link.retiring:
                     going.append(link)
+                    # Its stream may end a moment later or earlier; whichever is first, operators hear of it here.
+                    log.warning(
+                        "%s at %s: left the register without draining: its lease ended, or it was stopped",
+                        worker_id,
+                        link.member.address,
+                    )
                 link.retiring = True
                 if not link.legs:
                     self._drop(link)
