@@ -418,7 +418,8 @@ class Dispatcher:
         if message.failure:
             flight.load_failed = True
             trace.failure = trace.failure or message.failure
-            trace.detail = trace.detail or f"{link.worker_id} recomputed the prompt: {message.failure}"
+            trace.load_failure = f"{link.worker_id} recomputed the prompt: {message.failure}"
+            trace.detail = trace.detail or trace.load_failure
             self.metrics.load_failures.labels(message.failure).inc()
         elif trace.boundary_bytes and message.from_store and flight.alone:
             self.policy.loaded(trace.boundary_bytes, asyncio.get_running_loop().time() - flight.dispatched)

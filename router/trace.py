@@ -40,6 +40,8 @@ class Trace:
     """Kind of the first thing that went wrong on the way; empty: nothing did."""
     detail: str = ""
     """The failure in words."""
+    load_failure: str = ""
+    """Which worker could not restore the boundary and why, in words; empty: no load failed."""
     from_store: int = 0
     local: int = 0
     """Prompt tokens found in the decode worker's own prefix cache."""

@@ -195,12 +195,12 @@ class Snapshots:
                 "time": trace.arrival + (trace.first_token_after or 0.0),
                 "level": "warning",
                 "source": "load",
-                "text": trace.detail,
+                "text": trace.load_failure,
                 "request": trace.request_id,
                 "count": 1,
             }
             for trace in lately
-            if " recomputed the prompt: " in trace.detail
+            if trace.load_failure
         ]
         return sorted([*self.fault_log.faults, *loads], key=lambda fault: -fault["time"])[:FAULTS]
 
