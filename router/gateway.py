@@ -146,6 +146,7 @@ class Gateway:
             config.ttft_slo,
             max(0.1, config.worker_wait),
         )
+        self._under_way = 0
         self._page = StatusPage(dispatcher)
         dispatcher.roster.on_change = self.door.pump
         dispatcher.metrics.queued.set_function(lambda: self.door.queued)
@@ -173,9 +174,23 @@ class Gateway:
         elif path in SERVED and method not in SERVED[path]:
             await self._refuse(send, 405, f"{path} takes {' or '.join(SERVED[path])}, not {method}")
         elif method == "POST" and key is not None:
-            await self._post(scope, receive, send, key)
+            self._under_way += 1
+            try:
+                await self._post(scope, receive, send, key)
+            finally:
+                self._under_way -= 1
         else:
             await self._app(scope, receive, send)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that this router would break off if it stopped now; 0: it may stop.
+
+        HTTP requests from their head to the end of their answer, those that wait at the door among them; or engine
+        requests where these are more: several answers to one request, answers in the background, a face with a port of
+        its own.
+        """
+        return max(self._under_way, self._dispatcher.in_flight)
 
     # ---- answered here
 
@@ -185,7 +200,8 @@ class Gateway:
             "status": report["status"],
             "model": self._config.model_name,
             "placement": self._config.placement,
-            "in_flight": self._dispatcher.in_flight,
+            "in_flight": self.in_flight,
+            "queued": self.door.queued,
             **report,
         }
         await answer(send, 503 if report["status"] == "unavailable" else 200, content)

@@ -133,3 +133,115 @@ def test_headers_that_mean_nothing(
     sent = asyncio.run(ask(monkeypatch, [["d"]], 200, headers=headers))
     assert sent[0]["status"] == 400
     assert words in sent[1]["body"].decode()
+
+
+# ---- what a router holds
+
+
+class Held:
+    """A gateway with one slot, over an application that answers when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        settings = RouterConfig(worker_wait=60.0, slots_per_seq=1.0, **config)
+        self.dispatcher = Dispatcher(settings, StaticMembership([]), Metrics(CollectorRegistry()))
+        self.go = asyncio.Event()
+        self.inside = 0
+        self.slots = 1
+        monkeypatch.setattr(Dispatcher, "decode_slots", property(lambda _: self.slots))
+
+        async def found(_timeout: float) -> bool:
+            return True
+
+        monkeypatch.setattr(self.dispatcher.roster, "wait_decode", found)
+        self.gateway = Gateway(self._app, self.dispatcher)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        self.inside += 1
+        await self.go.wait()
+        await answer(send, 200, {})
+
+    def post(self, path: str = PATH, body: asyncio.Event | None = None) -> asyncio.Task[None]:
+        """One request; its body comes once `body` is set."""
+
+        async def receive() -> Any:
+            if body is not None:
+                await body.wait()
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "path": path, "method": "POST", "headers": []}
+        return asyncio.create_task(self.gateway(scope, receive, send))
+
+    async def health(self) -> tuple[int, int]:
+        """`in_flight` and `queued` as GET /health has them."""
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            raise AssertionError("a GET has no body")
+
+        await self.gateway({"type": "http", "path": "/health", "method": "GET", "headers": []}, receive, send)
+        document = json.loads(sent[1]["body"])
+        return document["in_flight"], document["queued"]
+
+    async def until(self, expected: tuple[int, int]) -> None:
+        """Return once `health` is as expected. Raises TimeoutError."""
+        async with asyncio.timeout(60):
+            while await self.health() != expected:  # noqa: ASYNC110 - what is waited for happens in many places
+                await asyncio.sleep(0.001)
+
+
+async def test_in_flight_counts_requests_that_wait_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    assert await held.health() == (0, 0)
+    tasks = [held.post() for _ in range(3)]
+    await held.until((3, 2))
+    assert held.inside == 1
+    assert held.dispatcher.in_flight == 0, "the control: the engine requests alone would say that it may stop"
+    tasks[-1].cancel()  # a client that leaves the queue
+    await held.until((2, 1))
+    held.go.set()
+    await asyncio.gather(*tasks[:-1])
+    assert await held.health() == (0, 0)
+
+
+async def test_in_flight_counts_requests_that_are_still_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, body = Held(monkeypatch), asyncio.Event()
+    task = held.post(body=body)
+    await held.until((1, 0))
+    assert held.inside == 0
+    held.go.set()
+    body.set()
+    await task
+    assert await held.health() == (0, 0)
+
+
+async def test_in_flight_counts_engine_requests_where_these_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    monkeypatch.setattr(Dispatcher, "in_flight", property(lambda _: 5))
+    task = held.post()
+    await held.until((5, 0))
+    held.go.set()
+    await task
+    assert await held.health() == (5, 0), "answers in the background have no HTTP request any more"
+
+
+async def test_what_is_refused_or_fails_is_not_held(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    held = Held(monkeypatch, api_keys=keys(tmp_path))
+    await held.post()  # without a key
+    await held.post("/nothing/here")
+    assert await held.health() == (0, 0)
+    broken = Held(monkeypatch)
+
+    async def raising(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("the application's own mistake")
+
+    broken.gateway = Gateway(raising, broken.dispatcher)
+    with pytest.raises(RuntimeError, match="mistake"):
+        await broken.post()
+    assert await broken.health() == (0, 0)
