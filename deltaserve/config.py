@@ -390,6 +390,12 @@ class ClusterConfig(BaseModel):
     run_dir: Path | None = Field(
         None, description="folder for the log files; empty: .deltaserve/run/<time> in the working directory"
     )
+    lease_ttl: int | None = Field(
+        None,
+        ge=2,
+        description="seconds after which a silent worker is gone; empty: 5, or 60 where tensor-parallel ranks "
+        "outnumber the cores",
+    )
     start_timeout: float = Field(300.0, gt=0, description="seconds until every process must be ready")
     stop_timeout: float = Field(
         6.0, gt=0, le=8, description="seconds processes have to end before they are killed"

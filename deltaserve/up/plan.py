@@ -78,7 +78,7 @@ def build(
     """
     specs = [
         _etcd(ports, data, etcd),
-        _master(ports, master, PATIENT_TTL if crowded(config) else MASTER_CLIENT_TTL),
+        _master(ports, master, _silence(config, MASTER_CLIENT_TTL)),
     ]
     devices = _devices(config)
     metrics = count_from(config.metrics_port)
@@ -197,10 +197,19 @@ def _router(config: ClusterConfig, ports: Ports) -> RouterConfig:
 
 
 def _etcd_config(config: ClusterConfig, ports: Ports) -> EtcdConfig:
-    endpoints = [f"{LOOPBACK}:{ports.etcd_client}"]
-    if crowded(config):
-        return EtcdConfig(endpoints=endpoints, lease_ttl=PATIENT_TTL, timeout=PATIENT_TIMEOUT)
-    return EtcdConfig(endpoints=endpoints)
+    default = EtcdConfig()
+    return EtcdConfig(
+        endpoints=[f"{LOOPBACK}:{ports.etcd_client}"],
+        lease_ttl=_silence(config, default.lease_ttl),
+        timeout=PATIENT_TIMEOUT if crowded(config) else default.timeout,
+    )
+
+
+def _silence(config: ClusterConfig, default: int) -> int:
+    """Seconds after which a silent process is gone: what the user says, or else what the machine can keep."""
+    if config.lease_ttl is not None:
+        return config.lease_ttl
+    return PATIENT_TTL if crowded(config) else default
 
 
 def crowded(config: ClusterConfig) -> bool:

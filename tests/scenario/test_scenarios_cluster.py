@@ -104,7 +104,7 @@ def back_to(cluster: Cluster, baseline: dict[str, float], seconds: float = PATIE
 class Client:
     """A streaming request whose client may go at any moment."""
 
-    def __init__(self, cluster: Cluster, tokens: list[int], count: int) -> None:
+    def __init__(self, cluster: Cluster, tokens: list[int], count: int, placement: str = "handover") -> None:
         body = {
             "model": cluster.served_model_name,
             "prompt": tokens,
@@ -113,7 +113,7 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "cache_salt": salt(),
-            "kv_transfer_params": {"placement": "handover"},
+            "kv_transfer_params": {"placement": placement},
         }
         address = urlsplit(cluster.endpoint)
         self._connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=120)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_names_and_waves() -> None:
         ("decode-0", 1),
         ("router", 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [({}, (5, 5)), ({"prefill_tp": 512}, (60, 60)), ({"lease_ttl": 9, "prefill_tp": 512}, (9, 9))],
+)
+def test_who_is_silent_for_how_long_is_gone(fields: dict[str, Any], seconds: tuple[int, int]) -> None:
+    specs = build(ClusterConfig(**fields))
+    router = load(RouterConfig, "router", build_parser().parse_args(specs[-1].argv[1:]), {}, {})
+    master = next(a.partition("=")[2] for a in specs[1].argv if a.startswith("--client_ttl="))
+    assert (worker(specs[2]).etcd.lease_ttl, int(master)) == seconds
+    assert router.etcd.lease_ttl == seconds[0]
 
 
 def test_everything_but_the_endpoint_stays_on_loopback() -> None:
