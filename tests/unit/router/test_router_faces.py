@@ -27,7 +27,7 @@ from deltaserve.config import RouterConfig
 from deltaserve.wire import api_pb2 as api
 from deltaserve.wire.api_pb2_grpc import InferenceStub
 from router.faces.rust_front import RustMissing, find
-from tests.unit.router.test_router_http import Router, Workers, wait_until
+from tests.support.started_router import Router, Workers, wait_until
 
 pytestmark = pytest.mark.cluster  # a router process of its own
 PROGRAM = found_front()

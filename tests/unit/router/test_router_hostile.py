@@ -24,7 +24,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 
-from tests.unit.router.test_router_http import ROOT, Router, Workers, wait_until
+from tests.support.started_router import ROOT, Router, Workers, wait_until
 
 pytestmark = pytest.mark.cluster  # a router process of its own
 WAIT = 60.0
