@@ -88,13 +88,23 @@ async def test_what_is_left_when_the_time_is_up(rig: Rig, how: str) -> None:
     assert await asyncio.wait_for(task, 30) == 3
 
 
-async def test_no_seconds_move_everything_at_once(rig: Rig) -> None:
-    assert await asyncio.wait_for(rig.drain(Holding(held=2), seconds=0), 30) == 2
+@pytest.mark.parametrize("what", [{"held": 2}, {"unread": 2}, {}])
+async def test_no_seconds_move_everything_at_once(rig: Rig, what: dict[str, int]) -> None:
+    patient = rig.drain(Holding(**what))
+    assert await still_running(patient) == bool(what), "the control: with time, what is held is waited for"
+    patient.cancel()
+    assert await asyncio.wait_for(rig.drain(Holding(**what), seconds=0), 30) == what.get("held", 0)
 
 
 async def test_without_routers_nobody_can_send_anything(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "SETTLE_SECONDS", 3600)
     assert await asyncio.wait_for(rig.drain(Holding(routers=0)), 30) == 0
+    alone = rig.drain(Holding(routers=0, unread=1))
+    among = rig.drain(Holding(routers=1))  # the control: one that is there may still send something
+    assert await still_running(among)
+    assert not alone.done(), "a boundary in its memory may be found by a router that comes back"
+    rig.hurry.set()
+    assert await asyncio.wait_for(asyncio.gather(alone, among), 30) == [0, 0]
 
 
 async def test_a_register_or_a_ledger_that_is_away_holds_nobody(rig: Rig) -> None:
@@ -105,6 +115,8 @@ async def test_a_register_or_a_ledger_that_is_away_holds_nobody(rig: Rig) -> Non
             raise ConnectionError("away")
 
     assert await asyncio.wait_for(rig.drain(Away()), 30) == 0
+    assert await still_running(rig.drain(Holding(unread=1))), "the control: a ledger that answers is believed"
+    assert await still_running(rig.drain(Away(held=1))), "what it holds itself it knows without anybody"
 
 
 # ---- what lies in a worker's memory

@@ -69,6 +69,7 @@ def test_what_is_plain(path: str, body: Any, expected: bool) -> None:
 
 def test_what_needs_the_whole_application() -> None:
     body = json.dumps({"prompt": "x"}).encode()
+    assert plain({"path": COMPLETION, "headers": JSON_HEADERS}, body) is not None, "the control"
     for headers in ([], [(b"content-type", b"text/plain")], [*JSON_HEADERS, (b"origin", b"http://a")]):
         assert plain({"path": COMPLETION, "headers": headers}, body) is None
     for broken in (b"", b"{", b"\xff", b"[" * 100_000):
@@ -188,6 +189,33 @@ async def test_tokens_become_text() -> None:
     assert client.stopped == []
 
 
+async def test_a_token_lost_or_repeated_would_be_seen() -> None:
+    """The control of the text: it is that of the tokens taken, each once and in their order."""
+    ids = tokenizer().encode(WORDS, add_special_tokens=False)
+    for damaged in (ids[1:], [*ids[:3], ids[2], *ids[3:]], [ids[1], ids[0], *ids[2:]]):
+        client = Client(await form(), max_tokens=100)
+        for token in damaged[:-1]:
+            await client.tokens([token])
+        await client.tokens(damaged[-1:], FinishReason.LENGTH)
+        await client.reading
+        assert client.text.strip() != WORDS
+        assert client.text.strip() == tokenizer().decode(damaged).strip()
+
+
+@pytest.mark.parametrize("stop", [["cat"], []])
+async def test_without_its_stop_string_a_request_goes_on(stop: list[str]) -> None:
+    """The control of the next test: what ends a stream there is the string, and not the tokens."""
+    client = Client(await form(), max_tokens=100, stop=stop)
+    for token in tokenizer().encode(WORDS, add_special_tokens=False):
+        await client.tokens([token])
+    assert not client.reading.done()
+    assert "fox" in client.text
+    assert client.stopped == []
+    await client.tokens([5], FinishReason.LENGTH)
+    await client.reading
+    assert client.events[-2]["finish_reason"] == "length"
+
+
 async def test_a_stop_string_completes_the_request() -> None:
     client = Client(await form(), max_tokens=100, stop=["fox"])
     for token in tokenizer().encode(WORDS, add_special_tokens=False):
@@ -205,6 +233,7 @@ async def test_an_error_is_the_last_event() -> None:
     await client.reading
     assert client.text.strip() != ""
     assert client.events[-1]["error"]["code"] == 500
+    assert "[DONE]" not in client.events, "a client must not take it for success"
 
 
 async def test_a_slow_reader_gets_the_rest_at_once() -> None:
@@ -219,11 +248,21 @@ async def test_a_slow_reader_gets_the_rest_at_once() -> None:
     await client.reading
     assert client.text.strip() == WORDS
     assert len(client.bodies) <= 3
+    quick = Client(
+        await form(), max_tokens=100
+    )  # the control: a reader that keeps up gets every token's event
+    for token in ids[:-1]:
+        await quick.tokens([token])
+    await quick.tokens(ids[-1:], FinishReason.LENGTH)
+    await quick.reading
+    assert quick.text.strip() == WORDS
+    assert len(quick.bodies) > 3
 
 
 async def test_a_client_that_leaves_ends_the_stream() -> None:
     client = Client(await form(), max_tokens=100)
     await client.tokens([5])
+    assert not client.reading.done(), "the control: nothing else ends it"
     client.stream.leave()
     await asyncio.wait_for(client.reading, 60)
     assert "[DONE]" not in client.events
@@ -240,12 +279,15 @@ async def test_tokens_that_are_no_text_end_with_an_error() -> None:
     assert client.stopped == ["r1"]
 
 
-async def test_usage_counts_what_was_cached() -> None:
+@pytest.mark.parametrize("cached", [2, 0])
+async def test_usage_counts_what_was_cached(cached: int) -> None:
     usage = {"usage": {"prompt_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}, "choices": []}
     plain_form = await form()
     client = Client(Form(plain_form.head, plain_form.middle, plain_form.last, usage), max_tokens=2)
     first = EngineCoreOutput("r1", [5])
-    first.prefill_stats = PrefillStats(num_prompt_tokens=3, num_computed_tokens=1, num_cached_tokens=2)
+    first.prefill_stats = PrefillStats(
+        num_prompt_tokens=3, num_computed_tokens=3 - cached, num_cached_tokens=cached
+    )
     client.stream.take(first)
     await client.tokens([6], FinishReason.LENGTH)
     await client.reading
@@ -253,8 +295,16 @@ async def test_usage_counts_what_was_cached() -> None:
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "total_tokens": 5,
-        "prompt_tokens_details": {"cached_tokens": 2},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+async def test_usage_is_left_out_where_nobody_asked_for_it() -> None:
+    client = Client(await form(), max_tokens=2)
+    await client.tokens([5])
+    await client.tokens([6], FinishReason.LENGTH)
+    await client.reading
+    assert not any("usage" in event for event in client.events if event != "[DONE]")
 
 
 # ---- the switch
@@ -325,3 +375,8 @@ async def test_a_refused_request_leaves_no_sink() -> None:
     core.step(refused=1)
     assert (await asyncio.wait_for(switch.outputs(), 60)).outputs[0].request_id == "refused"
     assert bag.tokens == []
+    switch.add(core_request("taken"), bag)  # the control: the sink of one that is not refused hears
+    core.step(taken=7)
+    core.step(others=1)
+    assert (await asyncio.wait_for(switch.outputs(), 60)).outputs[0].request_id == "others"
+    assert bag.tokens == [7]
