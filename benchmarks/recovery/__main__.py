@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import random
 import signal
 import statistics
@@ -109,6 +111,11 @@ def hang_once(cluster: Cluster, expected: dict[str, Stream], running: dict[str, 
     }
 
 
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of the ordered values that `share` of them do not exceed; 0.0 without values."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+
+
 def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
     """The result of all kills; prints it."""
     pauses = sorted(pause for row in rows for pause in row["pauses"].values())
@@ -120,6 +127,7 @@ def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
         "prefill_kills": sum(row["worker"].startswith("prefill") for row in rows),
         "moved": moved,
         "median_pause": statistics.median(pauses) if pauses else 0.0,
+        "p90_pause": quantile(pauses, 0.9),
         "worst_pause": pauses[-1] if pauses else 0.0,
         "undisturbed_gap": normal,
     }
@@ -127,8 +135,9 @@ def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
     print(
         f"{result['exact']} of {len(rows)} kills exact ({result['decode_kills']} of decode workers, "
         f"{result['prefill_kills']} of the prefill worker); {sum(moved.values())} streams moved ({shares}); "
-        f"pause median {result['median_pause']:.2f} s, worst {result['worst_pause']:.2f} s; undisturbed, the longest "
-        f"gap is {normal:.2f} s"
+        f"pause median {result['median_pause']:.2f} s, p90 {result['p90_pause']:.2f} s, worst "
+        f"{result['worst_pause']:.2f} s; undisturbed, the longest gap is {normal:.2f} s; load "
+        f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
     )
     return result
 

@@ -46,8 +46,14 @@ class Stream:
 
     url: str
     body: dict[str, Any]
+    name: str = ""
+    """Its X-Request-Id; empty: the router names it."""
     text: str = ""
     """Text, and the arguments of tool calls."""
+    tokens: list[int] = field(default_factory=list)
+    """Token ids, where the body asks for them (`return_token_ids`)."""
+    counted: int = 0
+    """Tokens by the answer's own usage, where the body asks for it (`stream_options`)."""
     id: str = ""
     ends: list[str] = field(default_factory=list)
     """Finish reasons and [DONE], in their order."""
@@ -57,9 +63,9 @@ class Stream:
     error: str = ""
 
     @property
-    def outcome(self) -> tuple[str, list[str], str]:
+    def outcome(self) -> tuple[str, list[int], int, list[str], str]:
         """What must be the same with and without a kill."""
-        return self.text, self.ends, self.error
+        return self.text, self.tokens, self.counted, self.ends, self.error
 
     def start(self) -> threading.Thread:
         """Read it in a thread."""
@@ -68,9 +74,10 @@ class Stream:
         return thread
 
     def _read(self) -> None:
-        request = urllib.request.Request(
-            self.url, json.dumps(self.body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"}
+        if self.name:
+            headers["X-Request-Id"] = self.name
+        request = urllib.request.Request(self.url, json.dumps(self.body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as reply:
                 last = 0.0
@@ -95,9 +102,11 @@ class Stream:
             return
         self.chunks += 1
         self.id = event["id"]
+        self.counted = (event.get("usage") or {}).get("completion_tokens", self.counted)
         for choice in event["choices"]:
             delta = choice.get("delta") or {}
             self.text += choice.get("text") or delta.get("content") or ""
+            self.tokens += choice.get("token_ids") or ()
             for call in delta.get("tool_calls") or ():
                 self.text += (call.get("function") or {}).get("arguments") or ""
             if choice.get("finish_reason"):
@@ -141,7 +150,8 @@ def started(running: dict[str, Stream], chunks: int, seconds: float = 120.0) -> 
 def differences(running: dict[str, Stream], expected: dict[str, Stream]) -> dict[str, str]:
     """The streams that are not as they must be, with what they are instead."""
     return {
-        kind: stream.error or f"{stream.ends} {stream.text[-60:]!r} for {expected[kind].text[-60:]!r}"
+        kind: stream.error
+        or f"{stream.ends} {stream.counted} tokens {stream.text[-60:]!r} for {expected[kind].text[-60:]!r}"
         for kind, stream in running.items()
         if stream.outcome != expected[kind].outcome
     }

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the recovery benchmark, and the tests of drains, take for the same answer, and what they report of kills."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.recovery.__main__ import quantile, report
+from benchmarks.recovery.streams import KINDS, Stream, differences, streams
+
+EVENTS: list[dict[str, Any]] = [
+    {"id": "cmpl-1", "choices": [{"text": "on", "token_ids": [7]}]},
+    {"id": "cmpl-1", "choices": [{"text": "ce", "token_ids": [8, 9]}]},
+    {"id": "cmpl-1", "choices": [{"text": "", "finish_reason": "length"}]},
+    {"id": "cmpl-1", "choices": [], "usage": {"completion_tokens": 3}},
+]
+
+
+def taken(events: list[dict[str, Any]], done: bool = True) -> Stream:
+    """A stream that has read these events."""
+    stream = Stream("", {})
+    for event in events:
+        stream._take(json.dumps(event).encode())
+    if done:
+        stream._take(b"[DONE]")
+    return stream
+
+
+def test_a_stream_keeps_text_tokens_count_and_ends() -> None:
+    whole = taken(EVENTS)
+    assert whole.outcome == ("once", [7, 8, 9], 3, ["length", "[DONE]"], "")
+    assert differences({"greedy": taken(EVENTS)}, {"greedy": whole}) == {}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        EVENTS[1:],
+        [EVENTS[0], *EVENTS],
+        [{**EVENTS[0], "choices": [{"text": "on", "token_ids": [6]}]}, *EVENTS[1:]],
+        [{**EVENTS[0], "choices": [{"text": "On", "token_ids": [7]}]}, *EVENTS[1:]],
+        [*EVENTS[:3], {**EVENTS[3], "usage": {"completion_tokens": 4}}],
+        [*EVENTS[:2], EVENTS[3]],
+        [*EVENTS, {"error": {"message": "the router is stopping"}}],
+    ],
+    ids=["lost", "repeated", "another token", "another text", "another count", "no finish", "error"],
+)
+def test_a_damaged_answer_is_seen(events: list[dict[str, Any]]) -> None:
+    assert list(differences({"greedy": taken(events)}, {"greedy": taken(EVENTS)})) == ["greedy"]
+
+
+def test_an_end_without_done_is_seen() -> None:
+    assert list(differences({"greedy": taken(EVENTS, done=False)}, {"greedy": taken(EVENTS)})) == ["greedy"]
+
+
+def test_there_is_one_stream_of_each_kind_and_fields_go_into_all() -> None:
+    made = streams("http://x", "demo", [1, 2], 5, cache_salt="s")
+    assert set(made) == set(KINDS)
+    assert {stream.body["cache_salt"] for stream in made.values()} == {"s"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], 0.0), ([2.0], 2.0), ([1.0] * 9 + [5.0], 1.0), ([1.0] * 8 + [5.0] * 2, 5.0)]
+)
+def test_the_ninetieth_percentile(values: list[float], expected: float) -> None:
+    assert quantile(values, 0.9) == expected
+
+
+def test_the_report_counts_what_was_exact_and_what_was_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"worker": "decode-0", "hit": ["greedy"], "wrong": {}, "pauses": {"greedy": 1.0, "chat": 3.0}},
+        {"worker": "prefill-0", "hit": [], "wrong": {}, "pauses": {}},
+        {"worker": "decode-1", "hit": ["greedy"], "wrong": {"greedy": "x"}, "pauses": {"greedy": 2.0}},
+    ]
+    found = report(rows, 0.3)
+    assert (found["exact"], found["decode_kills"], found["prefill_kills"]) == (2, 2, 1)
+    assert (found["median_pause"], found["p90_pause"], found["worst_pause"]) == (2.0, 3.0, 3.0)
+    assert found["moved"] == {**dict.fromkeys(KINDS, 0), "greedy": 2, "chat": 1}
+    assert "2 of 3 kills exact" in capsys.readouterr().out
