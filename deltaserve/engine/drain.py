@@ -24,6 +24,8 @@ SETTLE_SECONDS = 0.5
 LOOK_SECONDS = 0.05
 MEMORY_LOOK_SECONDS = 0.5
 """Between looks into the ledger, which are made only when nothing else is held."""
+LAST_LOOK_SECONDS = 1.0
+"""For the look that only says what is left behind."""
 
 
 class Holder(Protocol):
@@ -64,9 +66,18 @@ async def finish(
         log.info("drained")
         return 0
     waiting.cancel()
-    left = holder.held
+    left = holder.held or await _last_look(unread)
     log.info("the drain is over; %d requests and boundaries that are held are left to the routers", left)
     return left
+
+
+async def _last_look(unread: Callable[[], Awaitable[int]]) -> int:
+    """Boundaries in this worker's memory that go with it; 0 where nobody can say it in time."""
+    try:
+        return await asyncio.wait_for(unread(), LAST_LOOK_SECONDS)
+    except Exception as error:
+        log.warning("what lies in this worker's memory cannot be looked up: %s", error)
+        return 0
 
 
 async def _idle(holder: Holder, unread: Callable[[], Awaitable[int]]) -> None:

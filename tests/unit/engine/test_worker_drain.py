@@ -93,7 +93,20 @@ async def test_no_seconds_move_everything_at_once(rig: Rig, what: dict[str, int]
     patient = rig.drain(Holding(**what))
     assert await still_running(patient) == bool(what), "the control: with time, what is held is waited for"
     patient.cancel()
-    assert await asyncio.wait_for(rig.drain(Holding(**what), seconds=0), 30) == what.get("held", 0)
+    assert await asyncio.wait_for(rig.drain(Holding(**what), seconds=0), 30) == sum(what.values())
+
+
+async def test_a_ledger_that_is_away_does_not_keep_a_worker_whose_time_is_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "LAST_LOOK_SECONDS", 0.01)
+
+    class Silent(Holding):
+        async def unread(self) -> int:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    assert await asyncio.wait_for(rig.drain(Silent(), seconds=0), 30) == 0
 
 
 async def test_without_routers_nobody_can_send_anything(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +117,7 @@ async def test_without_routers_nobody_can_send_anything(rig: Rig, monkeypatch: p
     assert await still_running(among)
     assert not alone.done(), "a boundary in its memory may be found by a router that comes back"
     rig.hurry.set()
-    assert await asyncio.wait_for(asyncio.gather(alone, among), 30) == [0, 0]
+    assert await asyncio.wait_for(asyncio.gather(alone, among), 30) == [1, 0]
 
 
 async def test_a_register_or_a_ledger_that_is_away_holds_nobody(rig: Rig) -> None:
