@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Group = Literal["kda", "mla"]
@@ -236,8 +236,8 @@ class BoundaryRecord:
 
     def to_json(self) -> str:
         """The value stored in the ledger; equal records give equal text."""
-        values = asdict(self)
-        values["epoch"] = str(self.epoch)
+        ranks = [{**vars(rank), "objects": [vars(entry) for entry in rank.objects]} for rank in self.ranks]
+        values = {**vars(self), "epoch": str(self.epoch), "ranks": ranks}
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod

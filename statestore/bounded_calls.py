@@ -35,7 +35,11 @@ class BoundedCalls:
 
     def __init__(self, name: str, threads: int = 4, most_late: int = 16) -> None:
         self._name, self._threads, self._most_late = name, threads, most_late
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._offered = threading.Condition(lock)
+        """A call waits for a thread, or there will be none any more. Only idle threads listen: a call that ends has
+        nothing to say to them, and one that they all wake up for is a call that its caller hears of later."""
         self._pending: deque[_Job] = deque()
         self._running: set[_Job] = set()
         self._late: set[_Job] = set()
@@ -55,7 +59,7 @@ class BoundedCalls:
                 )
             self._pending.append(job)
             self._staff()
-            self._changed.notify()
+            self._offered.notify()
         try:
             return job.future.result(max(timeout, 0.0))
         except TimeoutError:
@@ -106,7 +110,7 @@ class BoundedCalls:
         """Refuse further calls and wait for those that run. Returns whether all of them have ended."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+            self._offered.notify_all()
             return self._changed.wait_for(lambda: not self._running and not self._pending, timeout)
 
     # ---- inside
@@ -135,7 +139,7 @@ class BoundedCalls:
         while True:
             with self._changed:
                 self._idle += 1
-                self._changed.wait_for(lambda: self._pending or self._closed)
+                self._offered.wait_for(lambda: self._pending or self._closed)
                 self._idle -= 1
                 if not self._pending:
                     self._workers -= 1

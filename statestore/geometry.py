@@ -23,6 +23,7 @@ This module is plain data and arithmetic: it imports no engine, no tensor librar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -229,7 +230,7 @@ class Geometry:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values; `from_dict` reads them back."""
-        values = dataclasses.asdict(self)
+        values = dict(vars(self))
         values["kda_layers"] = list(self.kda_layers)
         values["mla_layers"] = list(self.mla_layers)
         return values
@@ -254,17 +255,23 @@ class Geometry:
     @classmethod
     def from_json(cls, text: str) -> Geometry:
         """Read `to_json`'s output. Raises `GeometryError` as `from_dict` does, also when it is no JSON object."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise GeometryError("json", text[:80], f"does not parse ({error})", "publish it again") from error
-        if not isinstance(values, dict):
-            raise GeometryError("json", text[:80], "is not an object", "publish it again")
-        return cls.from_dict(values)
+        return _read(text)
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits over every field; stable across processes, machines and Python versions."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str) -> Geometry:
+    """A cluster has few geometries, and every record carries one: it is read once."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise GeometryError("json", text[:80], f"does not parse ({error})", "publish it again") from error
+    if not isinstance(values, dict):
+        raise GeometryError("json", text[:80], "is not an object", "publish it again")
+    return Geometry.from_dict(values)
 
 
 _POSITIVE = (

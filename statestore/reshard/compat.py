@@ -58,7 +58,7 @@ def meaning(geometry: str) -> str:
     if not geometry:
         return ""
     try:
-        read = _read(geometry)
+        read = Geometry.from_json(geometry)
     except ValueError:
         return geometry
     return json.dumps([getattr(read, field) for field, _ in _MUST_AGREE])
@@ -72,12 +72,7 @@ def refusal(src: str, dst: str) -> str:
     if not src or not dst:
         return ""
     try:
-        compatible(_read(src), _read(dst))
+        compatible(Geometry.from_json(src), Geometry.from_json(dst))
     except ValueError as error:
         return str(error)
     return ""
-
-
-@lru_cache(maxsize=256)
-def _read(geometry: str) -> Geometry:
-    return Geometry.from_json(geometry)

@@ -12,7 +12,7 @@ DCP layout. When rows were packed for another layout, a unit may hold rows of ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -188,19 +188,25 @@ def _plan(
     for record, source in chain:
         if record is not last and record.length <= local_tokens:
             continue
-        for piece, used in _pieces(record, source, target, rank, local_tokens, state=record is last):
-            pieces.append(replace(piece, at=at))
+        for piece, used in _pieces(record, source, target, rank, local_tokens, record is last, at):
+            pieces.append(piece)
             at += piece.unit.nbytes
             needed += used
     return ReadPlan(tuple(pieces), needed)
 
 
 def _pieces(
-    record: BoundaryRecord, source: Geometry, target: Geometry, rank: int, local_tokens: int, state: bool
+    record: BoundaryRecord,
+    source: Geometry,
+    target: Geometry,
+    rank: int,
+    local_tokens: int,
+    state: bool,
+    at: int,
 ) -> Iterable[tuple[Piece, int]]:
     """Units of one record that the rank reads, each with how many of its bytes the rank uses.
 
-    `state`: KDA units too, not only rows.
+    `state`: KDA units too, not only rows. `at`: byte at which the first one is staged.
     """
     mine = heads_of(target, rank)
     dcp_rank = target.dcp_rank(rank)
@@ -216,14 +222,16 @@ def _pieces(
             for entry, unit, digest in _written(record, writer, plan):
                 if plan.group == "kda":
                     if unit.first in mine:
-                        yield Piece(entry, unit, digest, 0, head=unit.first - mine.start), unit.nbytes
+                        yield Piece(entry, unit, digest, at, head=unit.first - mine.start), unit.nbytes
+                        at += unit.nbytes
                     continue
                 tokens = plan.tokens[unit.first : unit.first + unit.count]
                 wanted = owner(tokens, target.dcp, target.interleave) == dcp_rank
                 wanted &= tokens >= local_tokens
                 if wanted.any():
-                    piece = Piece(entry, unit, digest, 0, tokens=tokens, wanted=wanted)
+                    piece = Piece(entry, unit, digest, at, tokens=tokens, wanted=wanted)
                     yield piece, int(wanted.sum()) * row_bytes(target)
+                    at += unit.nbytes
 
 
 def _overlap(one: range, other: range) -> bool:
