@@ -78,8 +78,13 @@ def _quiet(router: Router, workers: Workers) -> bool:
     metrics = CLIENT.get(f"{router.url}/metrics").text
     gauges = re.findall(r"^deltaserve_router_(?:in_flight|inside|queued) (\S+)$", metrics, re.MULTILINE)
     assert len(gauges) == 3
+    held = CLIENT.get(f"{router.url}/health").json()["in_flight"]
     doubles = (workers.prefill, workers.decode)
-    return not any(map(float, gauges)) and not any(double.held or double.boundaries for double in doubles)
+    return (
+        not held
+        and not any(map(float, gauges))
+        and not any(double.held or double.boundaries for double in doubles)
+    )
 
 
 def exchange(router: Router, data: bytes, *, close: bool = True) -> tuple[int, ...]:
