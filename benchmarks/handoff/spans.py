@@ -103,10 +103,9 @@ class TimedView(CacheView):
 
     spans: Spans
 
-    def gather_heads(self, *args: Any, **kwargs: Any) -> None:
+    def gatherer(self, *args: Any, **kwargs: Any) -> Callable[[range], None]:
         """See `CacheView`."""
-        with self.spans.span("gather"):
-            super().gather_heads(*args, **kwargs)
+        return self.spans.timed("gather", super().gatherer(*args, **kwargs))
 
     def gather_rows(self, *args: Any, **kwargs: Any) -> None:
         """See `CacheView`."""

@@ -12,6 +12,7 @@ torch, on whole tensors; the copies release the GIL.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,35 +87,44 @@ class CacheView:
         out: Bytes,
         first: int = 0,
         heads: int | None = None,
-        layers: range | None = None,
     ) -> None:
-        """Heads [first, first + heads) of this rank, by default all, from each group's state block into `out`.
-
-        `layers`: only these KDA layers, by their place in `geometry.kda_layers`; the rest of `out` stays as it is.
-        """
+        """Heads [first, first + heads) of this rank, by default all, from each group's state block into `out`."""
         heads = self.geometry.heads_per_rank if heads is None else heads
-        layers = range(len(self._kda)) if layers is None else layers
-        if self._host is not None:
-            self._host.gather_heads(blocks, first, heads, layers, out)
-            return
+        self.gatherer(blocks, out, first, heads)(range(len(self._kda)))
+
+    def gatherer(
+        self, blocks: tuple[list[int], ...], out: Bytes, first: int, heads: int
+    ) -> Callable[[range], None]:
+        """`gather_heads` in steps: a call with some KDA layers, by their place in `geometry.kda_layers`, gathers those.
+
+        What a call needs to know of `out` is found out once.
+        """
         mine = slice(first, first + heads)
+        if (host := self._host) is not None:
+            staged = host.staged(out, heads)
+            return lambda layers: host.gather_heads(blocks, mine, layers, staged)
         views = self._head_views(out, heads)
-        for layer in layers:
-            (recurrent, conv), (group, conv_cache, recurrent_cache) = views[layer], self._kda[layer]
-            block = blocks[group][0]
-            recurrent.copy_(recurrent_cache[block, mine])
-            for part, source in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
-                part.copy_(source[mine])
+
+        def gather(layers: range) -> None:
+            for layer in layers:
+                (recurrent, conv), (group, conv_cache, recurrent_cache) = views[layer], self._kda[layer]
+                block = blocks[group][0]
+                recurrent.copy_(recurrent_cache[block, mine])
+                for part, source in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
+                    part.copy_(source[mine])
+
+        return gather
 
     def scatter_heads(self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes) -> None:
         """Heads [first, first + heads) of this rank from `source` into each group's running-state block.
 
         Speculative convolution columns are left as they are: they hold nothing before the first verified step.
         """
-        if self._host is not None:
-            self._host.scatter_heads(blocks, first, heads, source)
-            return
         mine = slice(first, first + heads)
+        if self._host is not None:
+            staged = self._host.staged(source, heads)
+            self._host.scatter_heads(blocks, mine, range(len(self._kda)), staged)
+            return
         for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
             self._head_views(source, heads), self._kda, strict=True
         ):

@@ -9,6 +9,8 @@ its channels apart and is copied number by number.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +21,11 @@ from statestore.geometry import Geometry
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.unsignedinteger]
+Ints = npt.NDArray[np.int64]
+Table = tuple[Ints, Ints]
+"""Block ids, and rows in them."""
+Run = tuple[int, int, int, int]
+"""First index, one past the last, block id and first row in it."""
 
 _FEW_RUNS = 4
 """Rows are copied run by run while runs have at least this many rows on average, else through an index."""
@@ -51,16 +58,16 @@ class HostStates:
             self.conv.append(_split(part, (heads, -1)).swapaxes(1, 2))
             at += heads * width
 
-    def staged(self, state: Bytes) -> tuple[Bytes, list[Numbers]]:
-        """The layer's part of staged heads, [heads, bytes]: recurrent [heads, bytes], conv as `conv` has it."""
-        at = self.recurrent.shape[2]
-        parts: list[Numbers] = []
-        for part in self.conv:
-            _, _, columns, channels = part.shape
-            nbytes = columns * channels * self._kind.itemsize
-            parts.append(_split(state[:, at : at + nbytes].view(self._kind), (columns, channels)))
-            at += nbytes
-        return state[:, : self.recurrent.shape[2]], parts
+
+@dataclass(frozen=True)
+class StagedHeads:
+    """Views of staged heads by part, every layer's bytes of that part in one array. Made once, used layer by layer:
+    making them takes longer than copying a layer's state of one head."""
+
+    recurrent: Bytes
+    """[heads, layers, bytes]"""
+    conv: tuple[Numbers, ...]
+    """q, k and v parts: [heads, layers, columns, channels], as `HostStates.conv` has them."""
 
 
 class HostCopies:
@@ -76,69 +83,87 @@ class HostCopies:
         self._states = [(group, HostStates(pages, geometry)) for group, pages in states]
         self._rows: list[tuple[int, Bytes]] = [(group, row.view(torch.uint8).numpy()) for group, row in rows]
 
+    def staged(self, data: Bytes, heads: int) -> StagedHeads:
+        """Views of `heads` staged heads, all KDA layers."""
+        by_layer = data.reshape(heads, len(self._states), -1)
+        like = self._states[0][1]
+        at = like.recurrent.shape[2]
+        recurrent, parts = by_layer[..., :at], []
+        for part in like.conv:
+            _, _, columns, channels = part.shape
+            nbytes = columns * channels * part.itemsize
+            parts.append(_split(by_layer[..., at : at + nbytes].view(part.dtype), (columns, channels)))
+            at += nbytes
+        return StagedHeads(recurrent, tuple(parts))
+
     def gather_heads(
-        self, blocks: tuple[list[int], ...], first: int, heads: int, layers: range, out: Bytes
+        self, blocks: tuple[list[int], ...], mine: slice, layers: range, staged: StagedHeads
     ) -> None:
-        """Heads [first, first + heads) of the KDA layers numbered `layers` into their places in `out`."""
-        by_layer = out.reshape(heads, len(self._states), -1)
+        """The rank's heads `mine` of the KDA layers numbered `layers` into their places in `staged`."""
         for layer in layers:
             group, cache = self._states[layer]
             block = blocks[group][0]
-            recurrent, conv = cache.staged(by_layer[:, layer])
-            np.copyto(recurrent, cache.recurrent[block, first : first + heads])
-            for target, part in zip(conv, cache.conv, strict=True):
-                np.copyto(target, part[block, first : first + heads])
+            np.copyto(staged.recurrent[:, layer], cache.recurrent[block, mine])
+            for target, part in zip(staged.conv, cache.conv, strict=True):
+                np.copyto(target[:, layer], part[block, mine])
 
-    def scatter_heads(self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes) -> None:
+    def scatter_heads(
+        self, blocks: tuple[list[int], ...], mine: slice, layers: range, staged: StagedHeads
+    ) -> None:
         """Inverse of `gather_heads`."""
-        by_layer = source.reshape(heads, len(self._states), -1)
-        for layer, (group, cache) in enumerate(self._states):
+        for layer in layers:
+            group, cache = self._states[layer]
             block = blocks[group][0]
-            recurrent, conv = cache.staged(by_layer[:, layer])
-            np.copyto(cache.recurrent[block, first : first + heads], recurrent)
-            for origin, part in zip(conv, cache.conv, strict=True):
-                np.copyto(part[block, first : first + heads], origin)
+            np.copyto(cache.recurrent[block, mine], staged.recurrent[:, layer])
+            for origin, part in zip(staged.conv, cache.conv, strict=True):
+                np.copyto(part[block, mine], origin[:, layer])
 
     def gather_rows(
         self,
-        tables: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]],
+        tables: list[Table],
         out: Bytes,
     ) -> None:
         """Rows at `tables` [(block ids, rows in them)] a layer, token by token into `out`."""
         by_layer = out.reshape(len(tables[0][0]), len(self._rows), -1)
-        for layer, ((_, cache), (ids, rows)) in enumerate(zip(self._rows, tables, strict=True)):
-            runs = _runs(ids, rows)
-            if len(runs) * _FEW_RUNS > len(ids):
+        for layer, (cache, ids, rows, runs) in enumerate(self._with_runs(tables)):
+            if runs is None:
                 by_layer[:, layer] = cache[ids, rows]
                 continue
-            for low, high in runs:
-                row = rows[low]
-                np.copyto(by_layer[low:high, layer], cache[ids[low], row : row + high - low])
+            for low, high, block, row in runs:
+                np.copyto(by_layer[low:high, layer], cache[block, row : row + high - low])
 
     def scatter_rows(
         self,
-        tables: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]],
+        tables: list[Table],
         source: Bytes,
     ) -> None:
         """Inverse of `gather_rows`."""
         by_layer = source.reshape(len(tables[0][0]), len(self._rows), -1)
-        for layer, ((_, cache), (ids, rows)) in enumerate(zip(self._rows, tables, strict=True)):
-            runs = _runs(ids, rows)
-            if len(runs) * _FEW_RUNS > len(ids):
+        for layer, (cache, ids, rows, runs) in enumerate(self._with_runs(tables)):
+            if runs is None:
                 cache[ids, rows] = by_layer[:, layer]
                 continue
-            for low, high in runs:
-                row = rows[low]
-                np.copyto(cache[ids[low], row : row + high - low], by_layer[low:high, layer])
+            for low, high, block, row in runs:
+                np.copyto(cache[block, row : row + high - low], by_layer[low:high, layer])
+
+    def _with_runs(self, tables: list[Table]) -> Iterator[tuple[Bytes, Ints, Ints, list[Run] | None]]:
+        """Every layer's cache with its table, and the table's runs, None where they are too short. Layers of a group
+        have one table, whose runs are looked for once."""
+        last, runs = None, None
+        for (_, cache), table in zip(self._rows, tables, strict=True):
+            if table is not last:
+                last, found = table, _runs(*table)
+                runs = found if len(found) * _FEW_RUNS <= len(table[0]) else None
+            yield cache, *table, runs
 
 
-def _runs(ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """[low, high) of indices whose rows follow one another in one block."""
+def _runs(ids: Ints, rows: Ints) -> list[Run]:
+    """Runs of indices whose rows follow one another in one block."""
     if len(ids) == 0:
         return []
     breaks = np.flatnonzero((np.diff(ids) != 0) | (np.diff(rows) != 1)) + 1
     edges = [0, *breaks.tolist(), len(ids)]
-    return list(pairwise(edges))
+    return [(low, high, int(ids[low]), int(rows[low])) for low, high in pairwise(edges)]
 
 
 def _split(data: npt.NDArray[np.unsignedinteger], shape: tuple[int, ...]) -> npt.NDArray[np.unsignedinteger]:

@@ -83,9 +83,10 @@ class Publisher:
         for first, heads in _pieces(len(plan.units), size):
             piece = data[first * size : (first + heads) * size]
             proof = HeadsProof(piece, heads, self._geometry, plan.units[first].first)
+            gather = self._view.gatherer(job.blocks, piece, first, heads)
             for low in range(0, layers, proof.step):
                 some = range(low, min(low + proof.step, layers))
-                self._view.gather_heads(job.blocks, piece, first, heads, some)
+                gather(some)
                 proof.take(some)
                 if proof.problem is not None:
                     raise proof.problem

@@ -58,7 +58,7 @@ def test_some_heads_and_some_layers(layout: dict[str, Any], copies: str) -> None
     view = with_copies(view_of(caches), copies)
     layers = len(g.kda_layers)
     out = np.full(2 * head_bytes(g), 0xEE, np.uint8)
-    view.gather_heads(tables, out, 3, 2, range(1, layers))
+    view.gatherer(tables, out, 3, 2)(range(1, layers))
     whole = np.frombuffer(world.head(15) + world.head(16), np.uint8).reshape(2, layers, -1)
     found = out.reshape(2, layers, -1)
     assert (found[:, 1:] == whole[:, 1:]).all()
