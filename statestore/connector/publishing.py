@@ -19,6 +19,10 @@ from statestore.connector.store_ahead import PUT_PIECE, StreamedPuts
 from statestore.pool import Placement, Pool, Reservation
 from statestore.reshard import ObjectPlan, Packing, plan_write
 
+HEADS_AT_ONCE = 2
+"""Least heads that are gathered as one piece: a layer is one copy whatever its heads, and a large model's heads are so
+large that the copies' fixed cost shows."""
+
 _Put = Callable[[int, Bytes], None]
 """Has data written to a byte of the object."""
 
@@ -80,7 +84,7 @@ class Publisher:
         """
         size, layers = plan.units[0].nbytes, len(self._geometry.kda_layers)
         digests: list[str] = []
-        for first, heads in _pieces(len(plan.units), size):
+        for first, heads in _pieces(len(plan.units), size, HEADS_AT_ONCE):
             piece = data[first * size : (first + heads) * size]
             proof = HeadsProof(piece, heads, self._geometry, plan.units[first].first)
             gather = self._view.gatherer(job.blocks, piece, first, heads)
@@ -133,8 +137,9 @@ def _entry(plan: ObjectPlan, placed: Placement, digests: tuple[str, ...]) -> Obj
     )
 
 
-def _pieces(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """(first, how many) of `count` items of `nbytes` each that are gathered, then written, as one piece."""
-    each = max(1, -(-PUT_PIECE // nbytes))
+def _pieces(count: int, nbytes: int, least: int = 1) -> Iterator[tuple[int, int]]:
+    """(first, how many) of `count` items of `nbytes` each that are gathered, then written, as one piece: `PUT_PIECE`
+    bytes of them, but not fewer than `least`."""
+    each = max(least, -(-PUT_PIECE // nbytes))
     for first in range(0, count, each):
         yield first, min(each, count - first)
