@@ -8,6 +8,7 @@ is loopback unless somebody says otherwise.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -20,10 +21,18 @@ Damage = Literal["none", "flip", "truncate", "foreign", "null", "stale", "dtype"
 """Faults for negative controls; `statestore.connector.faults` says what each does and which check finds it."""
 
 
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""Of every configuration: no field that nobody reads, and no time or share that is infinite or no number."""
+
+
+_HOST = re.compile(r"[^\s/\[\]]+")
+"""A host's name, an address, or an IPv6 address without its brackets."""
+
+
 class EtcdConfig(BaseModel):
     """Where etcd is and how to speak to it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     endpoints: list[str] = Field(["127.0.0.1:2379"], description="host:port of every etcd member")
     prefix: str = Field("/deltaserve/default", description="key prefix; one a cluster")
@@ -35,11 +44,32 @@ class EtcdConfig(BaseModel):
     lease_ttl: int = Field(5, ge=2, description="seconds after which a silent member is gone")
     timeout: float = Field(3.0, gt=0, description="seconds one etcd call may take")
 
+    @field_validator("endpoints")
+    @classmethod
+    def _are_addresses(cls, value: list[str]) -> list[str]:
+        if not value:
+            raise ValueError("empty; name at least one host:port")
+        for endpoint in value:
+            host, _, port = endpoint.rpartition(":")
+            bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
+            if not bare or not _HOST.fullmatch(bare) or not port.isdecimal() or not 0 < int(port) <= 65535:
+                raise ValueError(f"{endpoint!r} is not host:port; write it without a scheme and a path")
+        return value
+
+    @model_validator(mode="after")
+    def _certificates_fit(self) -> Self:
+        if self.ca_cert is None and (self.client_cert is not None or self.client_key is not None):
+            raise ValueError("client_cert and client_key need ca_cert; name the authority's PEM file")
+        if (self.client_cert is None) != (self.client_key is None):
+            missing = "client_key" if self.client_key is None else "client_cert"
+            raise ValueError(f"mutual TLS needs client_cert and client_key; {missing} is missing")
+        return self
+
 
 class StoreConfig(BaseModel):
     """The Mooncake store, as one worker's client sees it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     master: str = Field("127.0.0.1:50051", description="host:port of the Mooncake master")
     metadata: str = Field("P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none")
@@ -59,7 +89,7 @@ class StoreConfig(BaseModel):
 class LogConfig(BaseModel):
     """What a process logs, on stderr."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     format: Literal["text", "json"] = Field(
         "text", description="text, or json: one object a line, with the request's id (docs/observe.md)"
@@ -72,7 +102,7 @@ class LogConfig(BaseModel):
 class TraceConfig(BaseModel):
     """OpenTelemetry traces; off without an endpoint."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     endpoint: str = Field(
         "", description="OTLP/gRPC collector, http://host:port or https://host:port; empty: no traces"
@@ -97,7 +127,7 @@ class TraceConfig(BaseModel):
 class TlsConfig(BaseModel):
     """One end of mutual TLS: all three files, or none for a connection in the clear."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     ca_cert: Path | None = Field(None, description="PEM file of the authority that signed the other side")
     cert: Path | None = Field(None, description="PEM file of this process's certificate")
@@ -128,7 +158,7 @@ class WorkerTlsConfig(TlsConfig):
 class WorkerConfig(BaseModel):
     """One worker process: a vLLM engine core behind gRPC."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     role: Role = Field("decode", description="what this worker does")
     model: Path = Field(Path("models/demo"), description="folder of the model")
@@ -211,7 +241,7 @@ class WorkerConfig(BaseModel):
 class RouterConfig(BaseModel):
     """The router: the OpenAI endpoint, and the dispatcher behind it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     model: Path = Field(
         Path("models/demo"), description="folder of the model: tokenizer and configuration only"
@@ -333,7 +363,7 @@ class RouterConfig(BaseModel):
 class ClusterConfig(BaseModel):
     """A whole cluster on one machine: what `deltaserve up` starts."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     model: Path = Field(Path("models/demo"), description="folder of the model")
     served_model_name: str = Field("", description="name clients use; empty: the model folder's name")
@@ -481,7 +511,7 @@ class DoctorConfig(WorkerConfig):
 class BoundariesConfig(BaseModel):
     """`deltaserve boundaries`: what the ledger holds."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     json_output: bool = Field(
         False, description="print one JSON document", json_schema_extra={"flag": "--json"}
@@ -492,7 +522,7 @@ class BoundariesConfig(BaseModel):
 class DrainConfig(BaseModel):
     """`deltaserve drain`: a worker finishes what it holds, and leaves."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     worker: str = Field(
         min_length=1,
@@ -511,7 +541,7 @@ class DrainConfig(BaseModel):
 class TopConfig(BaseModel):
     """`deltaserve top`: what a running router sees, drawn anew once a second."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     endpoint: str = Field("http://127.0.0.1:8000", description="URL of the router")
     api_key: str = Field("", description="API key, where the router has any", repr=False)

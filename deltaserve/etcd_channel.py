@@ -22,8 +22,23 @@ class EtcdUnavailable(ConnectionError):
     """etcd did not answer in time, or not in a usable way."""
 
 
+class EtcdFileUnusable(ValueError):
+    """A certificate or key of EtcdConfig cannot be read or is none; the message names the field and the file."""
+
+
+def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
+    """What TLS to etcd needs; None: in the clear. Raises EtcdFileUnusable."""
+    if config.ca_cert is None:
+        return None
+    return grpc.ssl_channel_credentials(
+        _pem("ca_cert", config.ca_cert),
+        _pem("client_key", config.client_key),
+        _pem("client_cert", config.client_cert),
+    )
+
+
 def open_channel(config: EtcdConfig) -> grpc.aio.Channel:
-    """A channel that spreads its calls over all endpoints. Raises ValueError naming a field of EtcdConfig."""
+    """A channel that spreads its calls over all endpoints. Raises EtcdFileUnusable."""
     options: list[tuple[str, Any]] = [
         ("grpc.lb_policy_name", "round_robin"),
         ("grpc.keepalive_time_ms", 10_000),
@@ -38,19 +53,11 @@ def open_channel(config: EtcdConfig) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
     ]
     target, authority = _target(config.endpoints)
-    if config.ca_cert is None:
-        if config.client_cert or config.client_key:
-            raise ValueError(
-                "etcd.client_cert and client_key need etcd.ca_cert; name the authority's PEM file"
-            )
+    secure = credentials(config)
+    if secure is None:
         return grpc.aio.insecure_channel(target, options=options)
-    credentials = grpc.ssl_channel_credentials(
-        _pem("ca_cert", config.ca_cert),
-        _pem("client_key", config.client_key),
-        _pem("client_cert", config.client_cert),
-    )
     options.append(("grpc.ssl_target_name_override", authority))
-    return grpc.aio.secure_channel(target, credentials, options=options)
+    return grpc.aio.secure_channel(target, secure, options=options)
 
 
 def _target(endpoints: Sequence[str]) -> tuple[str, str]:
@@ -60,11 +67,8 @@ def _target(endpoints: Sequence[str]) -> tuple[str, str]:
     """
     hosts = []
     for endpoint in endpoints:
-        host, colon, port = endpoint.rpartition(":")
-        host = host.strip("[]")
-        if not colon or not host or not port.isdigit():
-            raise ValueError(f"etcd.endpoints: {endpoint!r} is not host:port")
-        hosts.append((host, int(port)))
+        host, _, port = endpoint.rpartition(":")
+        hosts.append((host.strip("[]"), int(port)))
     first = hosts[0][0]
     if len(hosts) == 1 and not _is_address(first):
         return f"dns:///{endpoints[0]}", first
@@ -95,6 +99,9 @@ def _pem(field: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"etcd.{field}: {path} cannot be read: {error.strerror}") from error
+        raise EtcdFileUnusable(f"etcd.{field}: {path} cannot be read: {error.strerror}") from error
+    if b"-----BEGIN " not in data:
+        raise EtcdFileUnusable(f"etcd.{field}: {path} is no PEM file")
+    return data

@@ -184,8 +184,6 @@ class Etcd:
     """
 
     def __init__(self, config: EtcdConfig) -> None:
-        if not config.endpoints:
-            raise ValueError("etcd.endpoints: empty; name at least one host:port")
         self.config = config
         self._channel: grpc.aio.Channel | None = None
         self._services: dict[str, Any] = {}

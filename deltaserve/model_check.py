@@ -7,10 +7,11 @@ attention (`full_attn_layers`). A model without KDA layers has no state for whic
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from deltaserve.documents import parse_json
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenization_kimi.py")
 
@@ -63,13 +64,25 @@ def read_facts(model: Path) -> ModelFacts:
     """The facts out of config.json alone. Raises ModelError when there is none, or the model is not hybrid."""
     path = model / "config.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
             f"model {model}: cannot read config.json ({error.strerror}); give the folder of a model with --model"
         ) from error
     except ValueError as error:
         raise ModelError(f"model {model}: config.json is not JSON ({error})") from error
+    try:
+        return _facts(model, document)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"model {model}: config.json is not that of a model ({error}); copy the model's own file into the folder"
+        ) from error
+
+
+def _facts(model: Path, document: Any) -> ModelFacts:
+    """Raises ModelError when the model is not hybrid, and whatever Python says to fields of other types."""
     text: dict[str, Any] = document.get("text_config") or document
     linear: dict[str, Any] = text.get("linear_attn_config") or {}
     kda, mla = linear.get("kda_layers") or [], linear.get("full_attn_layers") or []

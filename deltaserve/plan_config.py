@@ -6,13 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+
+from deltaserve.config import STRICT
 
 
 class PlanConfig(BaseModel):
     """The planner: how many workers each role needs, as metrics for an autoscaler or through Ray."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
 
     routers: list[str] = Field(["http://127.0.0.1:8000"], description="URLs of the cluster's routers")
     profile: Path = Field(

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from deltaserve import etcd_channel
 from deltaserve.config import LogConfig, RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.model_check import ModelError, read_facts
@@ -120,11 +121,12 @@ def _check_model(config: RouterConfig) -> None:
 
 
 def _check_tls(config: RouterConfig) -> None:
-    """The files of both kinds of TLS can be read, and fit."""
+    """The files of every kind of TLS can be read, and fit."""
     from router.worker_link import Dial
 
     try:
         Dial.of(config)
+        etcd_channel.credentials(config.etcd)
     except ValueError as error:
         raise Failed(str(error)) from error
     if config.tls_cert is None or config.tls_key is None:

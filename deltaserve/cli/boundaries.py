@@ -14,14 +14,18 @@ import time
 from typing import Any
 
 from deltaserve.config import BoundariesConfig
+from deltaserve.etcd_channel import EtcdFileUnusable
 
 LEDGER = "statestore.etcd_ledger:EtcdLedger"
 
 
 def run(config: BoundariesConfig) -> int:
-    """Print the records. 0, or 1 when etcd does not answer."""
+    """Print the records. 0, or 1 when etcd does not answer or its certificates cannot be read."""
     try:
         records, pins = asyncio.run(_read(config))
+    except EtcdFileUnusable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (ConnectionError, TimeoutError) as error:
         endpoints = ",".join(config.etcd.endpoints)
         print(f"error: etcd at {endpoints}: {error}; name its address with --etcd-endpoints", file=sys.stderr)

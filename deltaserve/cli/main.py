@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     namespace = build_parser(commands).parse_args(argv)
     command = next(c for c in commands if c.name == namespace.command)
     try:
-        config = load(command.model, command.name, namespace, os.environ, command.fixed)
+        names = [known.name for known in commands]
+        config = load(command.model, command.name, namespace, os.environ, command.fixed, names)
     except OptionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -27,8 +27,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from deltaserve.documents import parse_json
+
 ENV_PREFIX = "DELTASERVE"
 CONFIG_FLAG = "--config"
+LONGEST_SHOWN = 200
+"""Characters of a refused value that an error repeats."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -71,7 +75,7 @@ class Option:
     def decode(self, text: str) -> object:
         """The value for pydantic from the text of a flag or variable. Raises ValueError for JSON that is none."""
         if self.container is dict or (self.container is list and text.lstrip().startswith("[")):
-            return json.loads(text)
+            return parse_json(text)
         if self.container is list:
             return [part.strip() for part in text.split(",") if part.strip()]
         if text == "" and _allows_none(self.field.annotation):
@@ -176,8 +180,11 @@ def load(
     namespace: argparse.Namespace,
     environ: Mapping[str, str],
     fixed: Mapping[str, object] | None = None,
+    sections: Collection[str] = (),
 ) -> Model:
     """The configuration from flags, environment and file; `fixed` fields are the command's own and win over all.
+
+    `sections` names the commands that the file may be for; empty: it is not asked.
 
     Raises OptionError for an unreadable file, an unknown name, or a value that the model refuses.
     """
@@ -186,7 +193,7 @@ def load(
     sources: dict[tuple[str, ...], str] = {}
     file = getattr(namespace, "config", None)
     if file:
-        section = _read_file(Path(file), command)
+        section = _read_file(Path(file), command, sections)
         _merge(values, section)
         sources.update({path: f'"{".".join(path)}" in {file}' for path in _paths(section, options)})
     _refuse_unknown_variables(options, command, environ)
@@ -231,15 +238,20 @@ def _decode(option: Option, text: str, source: str) -> object:
         ) from error
 
 
-def _read_file(path: Path, command: str) -> dict[str, Any]:
+def _read_file(path: Path, command: str, sections: Collection[str]) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"{CONFIG_FLAG} {path}: {error.strerror}; name a readable JSON file") from error
     except ValueError as error:
         raise OptionError(f"{CONFIG_FLAG} {path}: not JSON ({error})") from error
     if not isinstance(document, dict):
         raise OptionError(f'{CONFIG_FLAG} {path}: must be a JSON object such as {{"{command}": {{…}}}}')
+    for name in document:
+        if sections and name not in sections:
+            near = difflib.get_close_matches(name, sections, 1)
+            remedy = f"did you mean {near[0]}?" if near else f'fields belong into {{"{command}": {{…}}}}'
+            raise OptionError(f'{CONFIG_FLAG} {path}: "{name}" is no command; {remedy}')
     section = document.get(command, {})
     if not isinstance(section, dict):
         raise OptionError(f'{CONFIG_FLAG} {path}: "{command}" must be an object of fields')
@@ -270,11 +282,17 @@ def _explain(
             hint = f"; did you mean {near[0]}?" if near else ""
             lines.append(f'"{".".join(location)}": no such field of {command}{hint}')
         elif option is None:
-            lines.append(message)
+            lines.append(f'"{".".join(location)}": {message}' if location else message)
         else:
             source = sources.get(option.path, option.flag)
-            lines.append(f"{source}: {message}, got {item['input']!r} ({option.field.description})")
+            got = "" if item["type"] == "missing" else f", got {_shown(item['input'])}"
+            lines.append(f"{source}: {message}{got} ({option.field.description})")
     return "; ".join(lines)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 def _set(values: dict[str, Any], path: Sequence[str], value: object) -> None:

@@ -7,9 +7,9 @@ between tokens, choices with their reasons, and faults. Ctrl-C ends it.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from http.client import HTTPException
 from typing import Any, TextIO
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -21,10 +21,18 @@ from rich.table import Table
 from rich.text import Text
 
 from deltaserve.config import TopConfig
+from deltaserve.documents import parse_json
 
 TIMEOUT = 10.0
 HANDOFFS, REQUESTS, FAULTS = 12, 12, 6
 """Rows shown of each."""
+GIVE_WAY = {"worker": 2, "request": 2, "why": 3, "what": 3, "error": 3}
+"""Columns that share what the others leave on a narrow terminal, and their shares."""
+FIELDS = {
+    *("status", "model", "placement", "policy", "uptime", "time", "requests"),
+    *("latency", "missing", "pools", "boundaries", "choices", "recent", "faults"),
+}
+"""What a router's state has, as far as it is drawn here."""
 _COLOURS = {
     **dict.fromkeys(("ok", "ready", "committed", "loaded", "finished", "done"), "green"),
     **dict.fromkeys(("degraded", "draining", "stalled", "warning"), "yellow"),
@@ -64,14 +72,16 @@ def fetch(url: str, api_key: str = "") -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urlopen(Request(f"{url}/ui/state", headers=headers), timeout=TIMEOUT) as reply:
-            state: dict[str, Any] = json.load(reply)
-            return state
+            state = parse_json(reply.read())
     except HTTPError as error:
         remedy = "give a key with --api-key" if error.code == 401 else "is this a deltaserve router?"
         raise Unreachable(f"{url}: status {error.code}; {remedy}") from error
-    except (URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except (URLError, OSError, ValueError, HTTPException) as error:
+        reason = " ".join(str(getattr(error, "reason", error)).split())
         raise Unreachable(f"{url}: {reason}; name the router's address with --endpoint") from error
+    if not isinstance(state, dict) or not state.keys() >= FIELDS:
+        raise Unreachable(f"{url}: what it says is not a router's state; is this a deltaserve router?")
+    return state
 
 
 def draw(state: dict[str, Any] | None, problem: str, stream: TextIO, width: int = 0) -> None:
@@ -114,32 +124,44 @@ def _latency(name: str, found: dict[str, Any]) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=True
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+        expand=True,
     )
     for name in columns:
         right = name.startswith(">")
         table.add_column(
-            name.lstrip(">"), justify="right" if right else "left", header_style="dim", no_wrap=True
+            name.lstrip(">"),
+            justify="right" if right else "left",
+            header_style="dim",
+            no_wrap=True,
+            ratio=GIVE_WAY.get(name),
         )
     return table
 
 
 def _pools(state: dict[str, Any]) -> Table:
+    pools = [(role, state["pools"][role]) for role in ("prefill", "decode")]
+    broken = any(worker["error"] for _, members in pools for worker in members)
     table = _table(
         "Pools",
         "role",
         "worker",
         "state",
-        ">running",
-        ">waiting",
+        ">run",
+        ">wait",
         ">queued",
-        ">outstanding",
+        ">outst.",
         ">cache",
         ">state",
-        "",
+        *(["error"] if broken else []),
     )
-    for role in ("prefill", "decode"):
-        for worker in state["pools"][role]:
+    for role, members in pools:
+        for worker in members:
             table.add_row(
                 role,
                 worker["id"],
@@ -150,7 +172,7 @@ def _pools(state: dict[str, Any]) -> Table:
                 str(worker["outstanding_tokens"]),
                 f"{100 * worker['kv_usage']:.1f} %",
                 _bytes(worker["state_bytes"]),
-                Text(worker["error"], style="red"),
+                *([Text(worker["error"], style="red")] if broken else []),
             )
     return table
 

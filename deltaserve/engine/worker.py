@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from deltaserve import etcd_channel
 from deltaserve.config import WorkerConfig
 from deltaserve.engine import probes
 from deltaserve.engine.arguments import connector_config, engine_args, resolved_dtype, set_environment
@@ -76,6 +77,7 @@ def run(config: WorkerConfig, parts: Parts) -> int:
     try:
         require_servable(config.model)
         server_credentials(config.tls)
+        etcd_channel.credentials(config.etcd)
         stage("importing vLLM")
         return asyncio.run(_main(config, parts))
     except (StartFailed, FileNotFoundError, ValueError, ConnectionError, TimeoutError) as error:

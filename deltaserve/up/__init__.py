@@ -7,6 +7,7 @@ process.py     one child: its log, its stages, its end
 launcher.py    what a child runs before it becomes the role: dies with its parent
 reaper.py      every process of a cluster, and the guard that ends what a killed supervisor left
 plan.py        configuration → the processes, in starting order
+caches.py      where compiled kernels are kept
 binaries.py    etcd and mooncake_master: where, and which versions are refused
 ports.py       free ports, and who holds a taken one
 display.py     stages on a terminal or as lines

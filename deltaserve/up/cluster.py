@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,12 +34,17 @@ class Cluster:
         config: ClusterConfig,
         *,
         on_event: Callable[[Event], None] = lambda event: None,
+        on_folder: Callable[[Path], None] = lambda folder: None,
         role_command: Sequence[str] | None = None,
     ) -> None:
-        """`role_command` starts a role when its name and flags are appended; tests put doubles there."""
+        """`on_folder` hears of the run folder once it is there, before anything starts.
+
+        `role_command` starts a role when its name and flags are appended; tests put doubles there.
+        """
         self.config = config
         self.run_dir = config.run_dir or _default_run_dir()
         self._on_event = on_event
+        self._on_folder = on_folder
         self._role_command = tuple(role_command or ROLE_COMMAND)
         self._supervisor: Supervisor | None = None
 
@@ -50,6 +56,21 @@ class Cluster:
         """
         if self._supervisor is not None:
             raise ClusterError("this cluster was started before; make a new one")
+        self._supervisor = self._prepare()
+        self._supervisor.start()
+        try:
+            while not self._supervisor.settled.wait(0.5):
+                pass
+        except BaseException:
+            self._supervisor.stop()
+            raise
+        if self._supervisor.failure is not None:
+            self._supervisor.stop()
+            raise self._supervisor.failure
+        return self
+
+    def _prepare(self) -> Supervisor:
+        """The processes, when the options and this machine allow them. Makes the run folder; starts nothing."""
         try:
             require_servable(self.config.model)
         except ModelError as error:
@@ -68,7 +89,8 @@ class Cluster:
         # Mistakes in the options show before a folder or a process exists.
         plan.build(self.config, fixed, Path(), etcd.path, master.path, self._role_command)
         self._make_run_dir()
-        self._supervisor = Supervisor(
+        self._on_folder(self.run_dir)
+        return Supervisor(
             lambda data: plan.build(self.config, fixed, data, etcd.path, master.path, self._role_command),
             self.run_dir,
             start_timeout=self.config.start_timeout,
@@ -76,17 +98,6 @@ class Cluster:
             max_restarts=self.config.max_restarts,
             on_event=self._on_event,
         )
-        self._supervisor.start()
-        try:
-            while not self._supervisor.settled.wait(0.5):
-                pass
-        except BaseException:
-            self._supervisor.stop()
-            raise
-        if self._supervisor.failure is not None:
-            self._supervisor.stop()
-            raise self._supervisor.failure
-        return self
 
     def stop(self) -> None:
         """End every process and remove what is temporary. Returns when nothing is left; at most 10 s."""
@@ -174,6 +185,9 @@ class Cluster:
     def _make_run_dir(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(
+                dir=self.run_dir
+            ).close()  # the logs' first lines would fail with less to say
         except OSError as error:
             raise ClusterError(
                 f"run folder {self.run_dir}: {error.strerror}; name another with --run-dir"

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 from deltaserve.config import ClusterConfig
@@ -40,8 +44,7 @@ def run(config: ClusterConfig) -> int:
         signal.signal(number, on_signal)
     began = time.monotonic()
     display = make_display()
-    cluster = Cluster(config, on_event=display)
-    print(f"logs: {cluster.run_dir}", flush=True)
+    cluster = Cluster(config, on_event=display, on_folder=lambda folder: print(f"logs: {folder}", flush=True))
     try:
         with display:
             cluster.start()
@@ -80,6 +83,15 @@ def _print_failure(error: ClusterError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
+def _program() -> str:
+    """How the user can run `deltaserve` from this folder: the name alone when PATH leads to this one."""
+    own = Path(sys.argv[0])
+    if own.name != "deltaserve":
+        return f"{shlex.quote(sys.executable)} -m deltaserve"
+    found = shutil.which(own.name)
+    return own.name if found and os.path.samefile(found, own) else shlex.quote(sys.argv[0])
+
+
 def _greeting(cluster: Cluster, seconds: float) -> str:
     body = json.dumps(
         {
@@ -93,5 +105,5 @@ def _greeting(cluster: Cluster, seconds: float) -> str:
     return (
         f"\nready after {seconds:.1f} s: {cluster.endpoint}/v1   (Ctrl-C stops everything)\n\n"
         f"curl -s {cluster.endpoint}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'\n\n"
-        f"what the ledger holds: deltaserve boundaries --etcd-endpoints {cluster.etcd_endpoint}\n"
+        f"what the ledger holds: {_program()} boundaries --etcd-endpoints {cluster.etcd_endpoint}\n"
     )

@@ -7,6 +7,7 @@ to somebody's outgoing connection while etcd restarts, and etcd has to come back
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from pathlib import Path
@@ -21,27 +22,38 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now. Lingering closed connections do not count as taken."""
+    return _refusal(host, port) is None
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Why no server could listen there now; None: one could."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises ClusterError naming the port, its holder where it can be seen, and the remedy."""
+    """Raises ClusterError naming the port, its holder where it can be seen, and the remedy. Port 0 is any."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ClusterError(
             f"host {host}: {error.strerror}; choose an address of this machine with --host"
         ) from error
-    if port == 0 or is_free(host, port):
+    refusal = _refusal(host, port)
+    if refusal is None:
         return
+    if refusal.errno != errno.EADDRINUSE:
+        raise ClusterError(
+            f"port {port} on {host}: {refusal.strerror}; choose an address of this machine with --host, "
+            "and a port that this user may take with --port"
+        )
     raise ClusterError(
         f"port {port} on {host} is taken{_holder(port)}; stop what holds it, or choose another with --port"
     )

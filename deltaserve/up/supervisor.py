@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import IO
 
 from deltaserve.up import reaper
+from deltaserve.up.caches import kernel_caches
 from deltaserve.up.errors import ClusterError
 from deltaserve.up.plan import ProcessSpec
 from deltaserve.up.process import Child
@@ -153,15 +154,10 @@ class Supervisor:
             self.settled.set()
 
     def _environment(self) -> dict[str, str]:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
         temporary = self._data / "tmp"
         temporary.mkdir()
-        kept = {
-            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-            "TRITON_CACHE_DIR": str(caches / "triton"),
-        }
         return {
-            **kept,
+            **kernel_caches(temporary),
             **os.environ,
             reaper.TOKEN_VARIABLE: self._token,
             "TMPDIR": str(temporary),

@@ -10,6 +10,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from deltaserve.documents import parse_json
 from deltaserve.verify.compare import Answer
 from deltaserve.verify.prompts import Case, Group
 
@@ -101,8 +102,8 @@ class Endpoint:
         self, path: str, body: dict[str, Any] | None = None, accept: tuple[int, ...] = ()
     ) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=self._timeout) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as error:
@@ -113,13 +114,13 @@ class Endpoint:
                 raise EndpointError(
                     f"endpoint {self.url}: {path} answered {error.code}: {text[:500].decode(errors='replace')}"
                 ) from error
-        except (OSError, TimeoutError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: it is no URL
             reason = getattr(error, "reason", error)
             raise EndpointError(
                 f"endpoint {self.url}: {path} failed ({reason}); is the cluster running?"
             ) from error
         try:
-            document = json.loads(text) if text else {}
+            document = parse_json(text) if text else {}
         except ValueError as error:
             raise EndpointError(f"endpoint {self.url}: {path} did not answer with JSON") from error
         return document if isinstance(document, dict) else {}

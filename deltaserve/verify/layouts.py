@@ -63,7 +63,10 @@ def parse(names: Sequence[str]) -> list[Layout]:
             raise ValueError(
                 f"layouts: {name!r} is no layout; write prefill TP, decode TP and decode DCP as in 2-2-1, or all"
             )
-        layouts.append(Layout(*map(int, parts)))
+        layout = Layout(*map(int, parts))
+        if layout.decode_tp % layout.decode_dcp:
+            raise ValueError(f"layouts: {name}: decode DCP does not divide decode TP; choose a divisor of it")
+        layouts.append(layout)
     return list(dict.fromkeys(layouts))
 
 

@@ -83,6 +83,8 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
     """
     began = time.monotonic()
     config = _settled(config)
+    if config.json_file is not None:
+        report.require_writable(config.json_file)
     require_servable(config.model)
     groups = _groups(config)
     engine = reference.engine_config(config)
@@ -133,6 +135,8 @@ def _groups(config: VerifyConfig) -> list[Group]:
     # (Those that are sent at once have different prompts.)
     seeded = not config.quick and config.damage not in NEED_ANOTHER
     groups = make_groups(config.model, config.lengths, config.concurrency, config.max_tokens, seeded)
+    if not groups:
+        raise OptionsDoNotFit("lengths: empty, and --concurrency 1 adds none; give at least one length")
     longest = max(case.length for group in groups for case in group.cases)
     if longest + config.max_tokens > config.max_model_len:
         raise OptionsDoNotFit(
@@ -149,8 +153,9 @@ def _endpoint(config: VerifyConfig, say: Callable[[str], None]) -> Iterator[Endp
         yield Endpoint(config.endpoint)
         return
     changes: dict[str, object] = {"verify": False} if config.damage == "swap" else {}
-    cluster = Cluster(config.cluster(**changes), on_event=Lines())
-    say(f"logs: {cluster.run_dir}")
+    cluster = Cluster(
+        config.cluster(**changes), on_event=Lines(), on_folder=lambda folder: say(f"logs: {folder}")
+    )
     with cluster:
         yield Endpoint(cluster.endpoint)
 

@@ -11,11 +11,12 @@ Everything is deterministic: the same model folder and arguments give the same p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+
+from deltaserve.documents import parse_json
 
 WITNESSES = "prompts.json"
 SEED = 20_250_801
@@ -198,7 +199,7 @@ def _read(path: Path) -> list[object]:
     if not path.is_file():
         return []
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PromptError(f"{path} is not JSON ({error}); repair or remove it") from error
     if not isinstance(document, list):
@@ -208,7 +209,7 @@ def _read(path: Path) -> list[object]:
 
 def _vocab_size(model: Path) -> int:
     try:
-        document = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        document = parse_json((model / "config.json").read_text(encoding="utf-8"))
+        return int((document.get("text_config") or document).get("vocab_size") or 1000)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise PromptError(f"model {model}: config.json cannot be read: {error}") from error
-    return int((document.get("text_config") or document).get("vocab_size", 0)) or 1000

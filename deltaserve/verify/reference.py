@@ -32,6 +32,7 @@ from typing import Any
 from deltaserve.config import ClusterConfig, WorkerConfig
 from deltaserve.engine.arguments import engine_args, resolved_dtype, set_environment
 from deltaserve.engine.digest import model_digest
+from deltaserve.up.caches import kernel_caches
 from deltaserve.verify.client import sampling_fields
 from deltaserve.verify.compare import Answer
 from deltaserve.verify.prompts import Case, Group, Prompt
@@ -198,9 +199,7 @@ def _compute(config: WorkerConfig, groups: Sequence[Group]) -> list[list[Answer]
 
 def _environment(folder: str) -> dict[str, str]:
     """Temporary files go with `folder`; compiled kernels stay where `deltaserve up` keeps them."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltaserve"
-    kept = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    return {**kept, **os.environ, "TMPDIR": folder}
+    return {**kernel_caches(Path(folder)), **os.environ, "TMPDIR": folder}
 
 
 def _tail(log: Path) -> str:

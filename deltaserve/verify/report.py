@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +115,15 @@ def document(judgement: Judgement, facts: dict[str, Any]) -> dict[str, Any]:
             for outcome, problem in zip(outcomes, judgement.problems, strict=True)
         ],
     }
+
+
+def require_writable(path: Path) -> None:
+    """Raises OSError now rather than after minutes of work when `write` could not write there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

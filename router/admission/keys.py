@@ -16,7 +16,7 @@ class KeysInvalid(ValueError):
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     key: str = Field(min_length=8, description="the secret that clients send as a bearer token")
     weight: float = Field(1.0, gt=0, description="share of the cluster among keys that wait")

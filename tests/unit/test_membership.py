@@ -25,6 +25,7 @@ from deltaserve.etcd import (
     check_version,
     watch,
 )
+from deltaserve.etcd_channel import EtcdFileUnusable
 from deltaserve.membership import Member, Membership, View, member_key
 from tests.doubles.membership import MembershipDouble, Register
 from tests.support import services
@@ -410,14 +411,14 @@ async def test_join_refuses_a_version_that_loses_data(
 
 
 def test_configurations_that_cannot_work(tmp_path: Path) -> None:
-    for endpoints in (["nohost"], ["h:port"], [":1"]):
-        with pytest.raises(ValueError, match=r"etcd\.endpoints"):
-            Etcd(EtcdConfig(endpoints=endpoints))._connect()
-    with pytest.raises(ValueError, match=r"etcd\.endpoints"):
-        Etcd(EtcdConfig(endpoints=[]))
-    with pytest.raises(ValueError, match=r"etcd\.ca_cert"):
-        Etcd(EtcdConfig(client_cert=tmp_path / "c.pem"))._connect()
-    with pytest.raises(ValueError, match=r"etcd\.ca_cert.*cannot be read"):
+    for endpoints in ([], ["nohost"], ["h:port"], [":1"], ["h:1", "http://h:2"]):
+        with pytest.raises(ValueError, match=r"(?s)endpoints.*host:port"):
+            EtcdConfig(endpoints=endpoints)
+    with pytest.raises(ValueError, match=r"need ca_cert"):
+        EtcdConfig(client_cert=tmp_path / "c.pem", client_key=tmp_path / "c.key")
+    with pytest.raises(ValueError, match=r"client_key is missing"):
+        EtcdConfig(ca_cert=tmp_path / "ca.pem", client_cert=tmp_path / "c.pem")
+    with pytest.raises(EtcdFileUnusable, match=r"etcd\.ca_cert.*cannot be read"):
         Etcd(EtcdConfig(ca_cert=tmp_path / "none.pem"))._connect()
 
 

@@ -71,6 +71,37 @@ def test_one_kind_of_layer_alone_is_not_hybrid(tmp_path: Path, empty: str) -> No
         read_facts(folder(tmp_path, {**LINEAR, "linear_attn_config": linear}))
 
 
+MALFORMED: dict[str, Any] = {
+    "a list": [],
+    "text_config is a list": {"text_config": [1]},
+    "linear_attn_config is a number": {**LINEAR, "linear_attn_config": 3},
+    "kda_layers is a number": {
+        **LINEAR,
+        "linear_attn_config": {**LINEAR["linear_attn_config"], "kda_layers": 5},
+    },
+    "num_heads is a word": {
+        **LINEAR,
+        "linear_attn_config": {**LINEAR["linear_attn_config"], "num_heads": "four"},
+    },
+    "architectures is an object": {**LINEAR, "architectures": {"a": 1}},
+    "quantization_config is a word": {**LINEAR, "quantization_config": "int4"},
+    "model_max_length is a word": {**LINEAR, "model_max_length": "many"},
+}
+
+
+@pytest.mark.parametrize("document", MALFORMED.values(), ids=MALFORMED)
+def test_a_config_of_another_shape_is_named(tmp_path: Path, document: Any) -> None:
+    with pytest.raises(ModelError, match=rf"model {tmp_path}: config.json is not that of a model .*; copy"):
+        require_servable(folder(tmp_path, document))
+
+
+def test_a_config_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    folder(tmp_path, LINEAR)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"config.json is not JSON \(it is nested too deeply\)"):
+        require_servable(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("missing", "words"),
     [

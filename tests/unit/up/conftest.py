@@ -43,10 +43,15 @@ def make_cluster(mark: str, model: Path, tmp_path: Path) -> Iterator[Callable[..
     """Makes clusters with doubles; `events` of each cluster is its list of events. Stops what a test leaves."""
     made: list[Cluster] = []
 
-    def make(**fields: Any) -> Cluster:
+    def make(on_folder: Callable[[Path], None] = lambda folder: None, **fields: Any) -> Cluster:
         events: list[Event] = []
         config = ClusterConfig(**{"model": model, "port": 0, "run_dir": tmp_path / "run", **fields})
-        cluster = Cluster(config, on_event=events.append, role_command=[sys.executable, str(FAKE_ROLE)])
+        cluster = Cluster(
+            config,
+            on_event=events.append,
+            on_folder=on_folder,
+            role_command=[sys.executable, str(FAKE_ROLE)],
+        )
         cluster.events = events  # type: ignore[attr-defined]
         made.append(cluster)
         return cluster

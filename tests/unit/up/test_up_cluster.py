@@ -113,8 +113,8 @@ def test_a_process_that_is_late_is_named_with_its_stage(
     make_cluster: Make, mark: str, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:
     monkeypatch.setenv("FAKE_DECODE", "hang_start")
-    with pytest.raises(ClusterError, match="decode-0: not ready after 2 s, it is at: loading the model"):
-        make_cluster(start_timeout=2.0, stop_timeout=0.5).start()
+    with pytest.raises(ClusterError, match="decode-0: not ready after 10 s, it is at: loading the model"):
+        make_cluster(start_timeout=10.0, stop_timeout=0.5).start()
     assert _nothing_left(mark, temporary)
 
 
@@ -211,6 +211,36 @@ def test_a_model_that_cannot_be_served_is_refused(
         (model / name).write_text(content)
     with pytest.raises(ClusterError, match=message):
         make_cluster().start()
+
+
+def test_a_run_folder_that_takes_no_files_is_refused(
+    make_cluster: Make, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Read-only file system")
+
+    heard: list[Path] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", refuse)
+        cluster = make_cluster(on_folder=heard.append)
+        with pytest.raises(ClusterError, match=r"run folder .*run: Read-only file system; .*--run-dir"):
+            cluster.start()
+    assert not marked(mark)
+    assert not heard
+    make_cluster(on_folder=heard.append, stop_timeout=0.5).start()
+    assert heard == [tmp_path / "run"]
+
+
+def test_a_user_without_a_home_needs_none(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    cluster = make_cluster(stop_timeout=0.5).start()
+    environ = Path(f"/proc/{cluster.pids['router']}/environ").read_bytes().decode()
+    variables = dict(line.partition("=")[::2] for line in environ.split("\0"))
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == f"{variables['TMPDIR']}/inductor"
 
 
 def test_a_missing_model_folder_is_refused(make_cluster: Make) -> None:

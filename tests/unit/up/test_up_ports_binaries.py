@@ -23,6 +23,13 @@ def test_a_taken_port_is_named_with_its_holder_and_the_remedy() -> None:
     ports.require_free("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("port", [0, 8000])
+def test_an_address_of_another_machine_is_not_called_a_taken_port(port: int) -> None:
+    with pytest.raises(ClusterError, match=rf"port {port} on 192.0.2.1: .*--host") as caught:
+        ports.require_free("192.0.2.1", port)
+    assert "taken" not in str(caught.value)
+
+
 def test_chosen_ports_are_free_different_and_outside_the_outgoing_range() -> None:
     chosen = ports.choose(20)
     assert len(set(chosen)) == 20

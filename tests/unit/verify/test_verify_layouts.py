@@ -72,6 +72,7 @@ def test_the_command_runs_each_and_fails_with_any(
     ("flags", "message"),
     [
         (["--layouts", "2-1", "--endpoint", ""], "layouts: '2-1' is no layout"),
+        (["--layouts", "1-1-1,1-2-3"], "layouts: 1-2-3: decode DCP does not divide decode TP"),
         (["--layouts", "all", "--endpoint", "http://127.0.0.1:9"], "cannot be used with --endpoint"),
     ],
 )

@@ -212,6 +212,10 @@ def test_an_error_of_the_endpoint_is_one_line(
     [
         ({"endpoint": "http://127.0.0.1:9"}, "is the cluster running?"),
         ({"endpoint": "127.0.0.1:9"}, "is no URL"),
+        ({"endpoint": "http://["}, "is the cluster running?"),
+        ({"endpoint": "http://127.0.0.1:abc"}, "is the cluster running?"),
+        ({"lengths": [], "concurrency": 1}, "lengths: empty"),
+        ({"json_file": Path("/")}, "Is a directory: '/'"),
         ({"damage": "flip"}, "damage: it is injected by the decode workers"),
         ({"max_model_len": 129}, "max_model_len 129; raise --max-model-len"),
         ({"max_model_len": 512}, "max_model_len: 512 does not hold the prompts that are sent at once"),
