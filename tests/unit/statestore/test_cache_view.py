@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from statestore.connector.cache_view import CacheView
 from statestore.connector.describe import NotHybrid
+from statestore.connector.host_copies import HostCopies
 from statestore.geometry import Geometry
 from statestore.reshard import head_bytes, row_bytes
 from tests.property.rank_caches import RankCaches, blocks_for
@@ -195,3 +197,22 @@ def test_a_model_that_is_not_hybrid_is_refused() -> None:
 
 def test_no_fence_is_needed_on_a_cpu() -> None:
     assert view_of(rank_caches(geometry(tp=1, head_v=4))).fence() is None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_layers_of_two_groups_have_rows_at_different_places(order: tuple[int, int]) -> None:
+    rng = np.random.default_rng(7)
+    layers = [torch.from_numpy(rng.integers(0, 255, (6, 8, 4), np.uint8)) for _ in range(2)]
+    runs = (np.repeat([1, 4], 8), np.tile(np.arange(8), 2))
+    scattered = (rng.permutation(16) % 5 + 1, rng.permutation(16) % 8)
+    tables = [(runs, scattered)[which] for which in order]
+    copies = HostCopies(geometry(), [], list(enumerate(layers)))
+    out = np.zeros((16, 2, 4), np.uint8)
+    copies.gather_rows(tables, out.reshape(-1))
+    for layer, (ids, rows) in enumerate(tables):
+        assert (out[:, layer] == layers[layer].numpy()[ids, rows]).all()
+    targets = [torch.zeros_like(layer) for layer in layers]
+    HostCopies(geometry(), [], list(enumerate(targets))).scatter_rows(tables, out.reshape(-1))
+    for target, layer, (ids, rows) in zip(targets, layers, tables, strict=True):
+        assert (target.numpy()[ids, rows] == layer.numpy()[ids, rows]).all()
+        assert target.count_nonzero() <= 16 * 4, "and nothing else is written"
