@@ -64,15 +64,19 @@ class Progress:
     """Reports of ranks that are still to come."""
 
     def go(self, ranks: int) -> None:
-        """A job went out to every rank."""
+        """A job went out to every rank. One after the end is of something else: the checkpoint of an answer."""
+        if self.outcome:
+            return
         self.state = "writing" if self.stage == "publish" else "reading"
         self._out += ranks
         for number in range(ranks):
             self.ranks.setdefault(number, Rank()).state = "busy"
 
     def reported(self, reports: Iterable[Report]) -> None:
-        """Ranks have done a job, or have failed."""
+        """Ranks have done a job, or have failed. Reports that nothing was sent for are of something else."""
         for report in reports:
+            if self._out <= 0:
+                return
             rank = self.ranks.setdefault(report.rank, Rank())
             rank.nbytes += report.nbytes
             rank.seconds += report.seconds

@@ -205,6 +205,32 @@ def test_a_handoff_rank_by_rank() -> None:
     assert message.took > 0
 
 
+def test_what_a_job_does_after_its_handoff_is_not_the_handoff_s() -> None:
+    """A decode worker writes a checkpoint of the answer for a request whose load has long ended."""
+    board = Board()
+    one = board.begin("cmpl-1", "load", 100)
+    one.go(1)
+    one.reported([report(0)])
+    (before,) = board.messages()
+    assert before.state == "reading"
+    one.end("loaded")
+    one.go(1)
+    one.reported([report(0, "store_full")])
+    (message,) = board.messages()
+    assert (message.state, message.outcome) == ("loaded", "loaded")
+    assert [(rank.state, rank.bytes, rank.failure) for rank in message.ranks] == [("done", 10, "")]
+
+
+def test_a_report_that_is_late_is_still_told() -> None:
+    board = Board()
+    one = board.begin("cmpl-1", "load", 100)
+    one.go(1)
+    one.end("aborted")
+    one.reported([report(0)])
+    (message,) = board.messages()
+    assert [(rank.state, rank.bytes) for rank in message.ranks] == [("done", 10)]
+
+
 def test_a_boards_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board()
     for number in range(KEPT + 10):
