@@ -49,7 +49,7 @@ class ControlPlane:
 def control_specs(config: RayConfig, control: ControlPlane, data: Path) -> list[ProcessSpec]:
     """etcd, master and router. Raises ClusterError when a binary is missing."""
     host = config.host or control.host
-    specs = _build(config, control, data, router_options={"host": host, "etcd": _etcd(control)})
+    specs = _build(config, control, data, router_options={"host": host, "etcd": _etcd(config, control)})
     chosen = []
     for spec in specs:
         if spec.name in INFRASTRUCTURE:
@@ -70,7 +70,7 @@ def worker_spec(
     )
     own: dict[str, Any] = {
         "host": host,
-        "etcd": _etcd(control),
+        "etcd": _etcd(config, control),
         "store": store.model_dump(),
         "drain_seconds": config.drain_seconds,
     }
@@ -93,8 +93,9 @@ def _build(config: RayConfig, control: ControlPlane, data: Path, **options: Any)
     return up_plan.build(one, control.ports, data, etcd.path, master.path, ROLE_COMMAND)
 
 
-def _etcd(control: ControlPlane) -> dict[str, Any]:
-    return control.etcd.model_dump()
+def _etcd(config: RayConfig, control: ControlPlane) -> dict[str, Any]:
+    asked = {} if config.lease_ttl is None else {"lease_ttl": config.lease_ttl}
+    return {**control.etcd.model_dump(), **asked}
 
 
 def _over(own: dict[str, Any], given: dict[str, object]) -> dict[str, Any]:

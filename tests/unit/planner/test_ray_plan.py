@@ -15,7 +15,7 @@ from deltaserve.up.plan import LOOPBACK, Ports
 from deploy.ray import plan
 from deploy.ray.actors import Report
 from deploy.ray.cluster import RayCluster, connect
-from deploy.ray.config import RayConfig
+from deploy.ray.config import ROLES, RayConfig
 from deploy.ray.controller import Books, Replica
 
 CONTROL = plan.ControlPlane("10.0.0.1", Ports(2379, 2380, 50051, 9003, 8000))
@@ -62,6 +62,15 @@ def test_a_worker_is_bound_to_its_node_and_knows_the_control_plane(role: Any) ->
     assert flag(spec.argv, "etcd-endpoints") == '["10.0.0.1:2379"]'
     assert flag(spec.argv, "store-protocol") == "rdma", "naming one field of the store keeps the others"
     assert flag(spec.argv, "drain-seconds") == "25.0"
+
+
+def test_all_are_told_after_how_long_a_silent_worker_is_gone() -> None:
+    made = config(lease_ttl=9)
+    specs = {spec.name: spec for spec in plan.control_specs(made, CONTROL, Path("/data"))}
+    told = [plan.worker_spec(made, CONTROL, role, role, "10.0.0.9", Path("/data")) for role in ROLES]
+    for spec in (*told, specs["router"]):
+        assert flag(spec.argv, "etcd-lease-ttl") == "9"
+    assert flag(specs["master"].argv, "client_ttl") == "9"
 
 
 def test_bundles_name_the_roles_own_resource_and_the_gpus_of_all_ranks() -> None:
