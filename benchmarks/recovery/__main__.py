@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,36 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def victim(cluster: Cluster) -> str:
-    """The decode worker with most of the streams, by its name in the cluster."""
+def victim(cluster: Cluster, stream: Stream) -> str:
+    """The decode worker that has the stream, by its name; if it has ended, the one with most requests."""
     workers = fetch(cluster.endpoint, "/health")["roles"]["decode"]["workers"]
-    address = max(workers, key=lambda worker: worker["requests"])["address"]
+    trace = fetch(cluster.endpoint, f"/deltaserve/requests/{stream.id}")
+    holder = str(trace.get("route", "")).rpartition(" ")[2] if trace.get("status") == "running" else ""
+    address = max(workers, key=lambda worker: (worker["id"] == holder, worker["requests"]))["address"]
     return next(name for name, status in cluster.statuses.items() if status.address == address)
 
 
+def pause(stream: Stream, trace: dict[str, Any]) -> float:
+    """Seconds without anything: as the client saw it, or between tokens where these come in few chunks (tool calls)."""
+    return max(stream.gap, float(trace.get("longest_pause", 0.0)))
+
+
 def kill_once(
-    cluster: Cluster, expected: dict[str, Stream], running: dict[str, Stream], prefill: bool, point: float
+    cluster: Cluster,
+    expected: dict[str, Stream],
+    running: dict[str, Stream],
+    aim: str,
+    prefill: bool,
+    point: float,
 ) -> dict[str, Any]:
-    """One kill in the middle of the streams, or of their prompts; `point`: where in the middle, 0..1."""
+    """One kill in the middle of the stream of kind `aim`, or of the prompts; `point`: where in the middle, 0..1."""
     threads = [stream.start() for stream in running.values()]
     if prefill:
         time.sleep(0.3 * point)
         name = "prefill-0"
     else:
-        started(running, 4 + int(point * 40))
-        name = victim(cluster)
+        started({aim: running[aim]}, 1 + int(point * max(0, expected[aim].chunks - 3)))
+        name = victim(cluster, running[aim])
     starts = cluster.statuses[name].starts
     cluster.kill(name)
     finish(threads)
@@ -86,7 +99,7 @@ def kill_once(
         "worker": name,
         "hit": moved or sorted(kind for kind, trace in traces.items() if trace.get("failure")),
         "wrong": differences(running, expected),
-        "pauses": {kind: running[kind].gap for kind in moved},
+        "pauses": {kind: pause(running[kind], traces[kind]) for kind in moved},
     }
 
 
@@ -94,7 +107,7 @@ def hang_once(cluster: Cluster, expected: dict[str, Stream], running: dict[str, 
     """The same with a worker that stops for 20 s and then goes on."""
     threads = [stream.start() for stream in running.values()]
     started(running, 12)
-    name = victim(cluster)
+    name = victim(cluster, running["greedy"])
     cluster.kill(name, signal.SIGSTOP)
     threading.Timer(20, cluster.kill, (name, signal.SIGCONT)).start()
     finish(threads)
@@ -107,7 +120,7 @@ def hang_once(cluster: Cluster, expected: dict[str, Stream], running: dict[str, 
         "worker": name,
         "hit": moved,
         "wrong": differences(running, expected),
-        "pauses": {kind: running[kind].gap for kind in moved},
+        "pauses": {kind: pause(running[kind], traces[kind]) for kind in moved},
     }
 
 
@@ -118,7 +131,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
     """The result of all kills; prints it."""
-    pauses = sorted(pause for row in rows for pause in row["pauses"].values())
+    pauses = sorted(seconds for row in rows for seconds in row["pauses"].values())
     moved = {kind: sum(kind in row["pauses"] for row in rows) for kind in KINDS}
     result = {
         "kills": list(rows),
@@ -147,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     prompt = PromptMaker(options.model).make(400).tokens
     noise = random.Random(1)
+    aims, salts = cycle(KINDS), count()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         router: dict[str, object] = {"token_timeout": 2.0} if options.hang else {}
@@ -169,9 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     cluster.served_model_name,
                     prompt,
                     options.tokens,
-                    cache_salt=f"kill {len(rows)}",
+                    cache_salt=f"kill {next(salts)}",
                 )
 
+            finish([stream.start() for stream in make().values()])  # the first of a kind import and compile
             expected = make()
             finish([stream.start() for stream in expected.values()])
             bad = {kind: stream.error for kind, stream in expected.items() if stream.error or not stream.ends}
@@ -184,9 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.hang:
                     row = hang_once(cluster, expected, make())
                 else:
-                    row = kill_once(cluster, expected, make(), prefill, noise.random())
+                    row = kill_once(cluster, expected, make(), next(aims), prefill, noise.random())
                 rows.append(row)
-                pauses = " ".join(f"{pause:.2f}" for pause in row["pauses"].values())
+                pauses = " ".join(f"{seconds:.2f}" for seconds in row["pauses"].values())
                 print(
                     f"kill {len(rows):3}: {row['worker']}, hit {len(row['hit'])}, pauses {pauses or '-'} s",
                     flush=True,

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.recovery import __main__ as benchmark
 from benchmarks.recovery.__main__ import quantile, report
 from benchmarks.recovery.streams import KINDS, Stream, differences, streams
 
@@ -80,3 +82,32 @@ def test_the_report_counts_what_was_exact_and_what_was_moved(capsys: pytest.Capt
     assert (found["median_pause"], found["p90_pause"], found["worst_pause"]) == (2.0, 3.0, 3.0)
     assert found["moved"] == {**dict.fromkeys(KINDS, 0), "greedy": 2, "chat": 1}
     assert "2 of 3 kills exact" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("running", "decode-0"), ("finished", "decode-1"), ("", "decode-1")]
+)
+def test_who_has_the_stream_is_killed(monkeypatch: pytest.MonkeyPatch, status: str, expected: str) -> None:
+    workers = [
+        {"id": "a", "address": "here:1", "requests": 1},
+        {"id": "b", "address": "here:2", "requests": 3},
+    ]
+    documents: dict[str, dict[str, Any]] = {
+        "/health": {"roles": {"decode": {"workers": workers}}},
+        "/deltaserve/requests/cmpl-1": {"route": "handover p a", "status": status} if status else {},
+    }
+    monkeypatch.setattr(benchmark, "fetch", lambda _endpoint, path: documents[path])
+    cluster = SimpleNamespace(
+        endpoint="http://x",
+        statuses={
+            "decode-0": SimpleNamespace(address="here:1"),
+            "decode-1": SimpleNamespace(address="here:2"),
+        },
+    )
+    assert benchmark.victim(cluster, Stream("", {}, id="cmpl-1")) == expected
+
+
+def test_a_pause_that_falls_between_two_chunks_of_a_tool_call_counts() -> None:
+    assert benchmark.pause(Stream("", {}, gap=0.0), {"longest_pause": 1.5}) == 1.5
+    assert benchmark.pause(Stream("", {}, gap=2.0), {"longest_pause": 1.5}) == 2.0
+    assert benchmark.pause(Stream("", {}, gap=2.0), {}) == 2.0
