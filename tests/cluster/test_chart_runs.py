@@ -129,6 +129,8 @@ class Pod:
 
 
 def _may_mount() -> bool:
+    if any(path.is_relative_to("/tmp") for path in (ROOT, Path(sys.executable))):
+        return False  # a /tmp of its own would hide this project from the process
     done = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
     return done.returncode == 0
 
