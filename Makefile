@@ -36,7 +36,7 @@ test: dev
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(PYTEST) -n 2 -m "not (cluster or scenario)"
+	$(PYTEST) -n 2 --dist worksteal -m "not (cluster or scenario)"
 	$(PYTEST) -m "cluster or scenario"
 endif
 

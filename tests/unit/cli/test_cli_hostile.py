@@ -111,6 +111,7 @@ def test_a_certificate_for_etcd_that_cannot_be_used(
     assert f"error: etcd.ca_cert: {file} {reason}" in said
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("role", ["router", "decode"])
 def test_a_role_does_not_start_without_its_certificate_for_etcd(tmp_path: Path, role: str) -> None:
     """A process of its own: a role sets signal handlers, logging and the environment. Without the file it ends."""

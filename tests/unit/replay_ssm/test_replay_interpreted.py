@@ -15,6 +15,7 @@ import torch
 TESTS = Path(__file__).with_name("test_replay_kernels.py")
 
 
+@pytest.mark.cluster  # a process of its own, for 10 s
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 def test_the_portable_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
