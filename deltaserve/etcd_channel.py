@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from deltaserve.config import EtcdConfig
+from deltaserve.pem import read_pem
 
 MAX_MESSAGE = 16 << 20
 """Bytes of the largest answer; a listing of some thousand boundaries fits."""
@@ -22,12 +23,8 @@ class EtcdUnavailable(ConnectionError):
     """etcd did not answer in time, or not in a usable way."""
 
 
-class EtcdFileUnusable(ValueError):
-    """A certificate or key of EtcdConfig cannot be read or is none; the message names the field and the file."""
-
-
 def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
-    """What TLS to etcd needs; None: in the clear. Raises EtcdFileUnusable."""
+    """What TLS to etcd needs; None: in the clear. Raises PemUnusable."""
     if config.ca_cert is None:
         return None
     return grpc.ssl_channel_credentials(
@@ -38,7 +35,7 @@ def credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
 
 
 def open_channel(config: EtcdConfig) -> grpc.aio.Channel:
-    """A channel that spreads its calls over all endpoints. Raises EtcdFileUnusable."""
+    """A channel that spreads its calls over all endpoints. Raises PemUnusable."""
     options: list[tuple[str, Any]] = [
         ("grpc.lb_policy_name", "round_robin"),
         ("grpc.keepalive_time_ms", 10_000),
@@ -96,12 +93,4 @@ def _resolve(host: str, port: int) -> list[str]:
 
 
 def _pem(field: str, path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise EtcdFileUnusable(f"etcd.{field}: {path} cannot be read: {error.strerror}") from error
-    if b"-----BEGIN " not in data:
-        raise EtcdFileUnusable(f"etcd.{field}: {path} is no PEM file")
-    return data
+    return None if path is None else read_pem(f"etcd.{field}", path)

@@ -10,13 +10,13 @@ certificate is used from the next one on; a worker reads its own at its start.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from deltaserve.config import TlsConfig, WorkerTlsConfig
+from deltaserve.pem import read_pem
 
 Options = list[tuple[str, Any]]
 
@@ -53,11 +53,4 @@ def channel_opener(tls: WorkerTlsConfig) -> Callable[[str, Options], grpc.aio.Ch
 
 
 def _pem(tls: TlsConfig, name: str, field: str) -> bytes:
-    path: Path = getattr(tls, name)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{field}.{name}: {path} cannot be read: {error.strerror}") from error
-    if b"-----BEGIN " not in data:
-        raise ValueError(f"{field}.{name}: {path} is no PEM file")
-    return data
+    return read_pem(f"{field}.{name}", getattr(tls, name))

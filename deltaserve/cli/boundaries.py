@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from deltaserve.config import BoundariesConfig
-from deltaserve.etcd_channel import EtcdFileUnusable
+from deltaserve.pem import PemUnusable
 
 LEDGER = "statestore.etcd_ledger:EtcdLedger"
 
@@ -23,7 +23,7 @@ def run(config: BoundariesConfig) -> int:
     """Print the records. 0, or 1 when etcd does not answer or its certificates cannot be read."""
     try:
         records, pins = asyncio.run(_read(config))
-    except EtcdFileUnusable as error:
+    except PemUnusable as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (ConnectionError, TimeoutError) as error:

@@ -8,14 +8,14 @@ import sys
 
 from deltaserve.config import DrainConfig
 from deltaserve.drain import DrainFailed, drain
-from deltaserve.etcd_channel import EtcdFileUnusable
+from deltaserve.pem import PemUnusable
 
 
 def run(config: DrainConfig) -> int:
     """Drain one worker. 0 when it has gone in order; 1 with one line on stderr when it has not."""
     try:
         gone = asyncio.run(drain(config.etcd, config.worker, config.seconds, config.wait))
-    except (DrainFailed, EtcdFileUnusable) as error:
+    except (DrainFailed, PemUnusable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ConnectionError as error:

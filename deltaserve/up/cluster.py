@@ -185,9 +185,8 @@ class Cluster:
     def _make_run_dir(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(
-                dir=self.run_dir
-            ).close()  # the logs' first lines would fail with less to say
+            # Else the logs' first lines would fail, with less to say.
+            tempfile.TemporaryFile(dir=self.run_dir).close()
         except OSError as error:
             raise ClusterError(
                 f"run folder {self.run_dir}: {error.strerror}; name another with --run-dir"

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from deltaserve.config import STRICT
+
 
 class KeysInvalid(ValueError):
     """A file of keys that cannot be used; the message names the file, the key and the field, and no secret."""
 
 
 class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(**STRICT, hide_input_in_errors=True)
 
     key: str = Field(min_length=8, description="the secret that clients send as a bearer token")
     weight: float = Field(1.0, gt=0, description="share of the cluster among keys that wait")

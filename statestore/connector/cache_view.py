@@ -122,8 +122,7 @@ class CacheView:
         """
         mine = slice(first, first + heads)
         if self._host is not None:
-            staged = self._host.staged(source, heads)
-            self._host.scatter_heads(blocks, mine, range(len(self._kda)), staged)
+            self._host.scatter_heads(blocks, mine, self._host.staged(source, heads))
             return
         for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
             self._head_views(source, heads), self._kda, strict=True

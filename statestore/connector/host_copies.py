@@ -107,12 +107,9 @@ class HostCopies:
             for target, part in zip(staged.conv, cache.conv, strict=True):
                 np.copyto(target[:, layer], part[block, mine])
 
-    def scatter_heads(
-        self, blocks: tuple[list[int], ...], mine: slice, layers: range, staged: StagedHeads
-    ) -> None:
-        """Inverse of `gather_heads`."""
-        for layer in layers:
-            group, cache = self._states[layer]
+    def scatter_heads(self, blocks: tuple[list[int], ...], mine: slice, staged: StagedHeads) -> None:
+        """Inverse of `gather_heads`, for all KDA layers."""
+        for layer, (group, cache) in enumerate(self._states):
             block = blocks[group][0]
             np.copyto(cache.recurrent[block, mine], staged.recurrent[:, layer])
             for origin, part in zip(staged.conv, cache.conv, strict=True):

@@ -184,13 +184,13 @@ def _plan(
     if not 0 <= local_tokens <= last.length:
         raise ValueError(f"local_tokens={local_tokens} is outside [0, {last.length}]")
     pieces: list[Piece] = []
-    at = needed = 0
+    needed = 0
     for record, source in chain:
         if record is not last and record.length <= local_tokens:
             continue
+        at = pieces[-1].at + pieces[-1].unit.nbytes if pieces else 0
         for piece, used in _pieces(record, source, target, rank, local_tokens, record is last, at):
             pieces.append(piece)
-            at += piece.unit.nbytes
             needed += used
     return ReadPlan(tuple(pieces), needed)
 

@@ -20,8 +20,9 @@ import pytest
 
 from deltaserve.up import Cluster
 from deltaserve.verify.prompts import PromptMaker
-from tests.cluster.calls import call, complete, metric, records, stored_objects
+from tests.cluster.calls import complete, records
 from tests.support.cluster import DEMO, cluster_config
+from tests.support.cluster_gauges import gauges
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -63,20 +64,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(config) as running:
         complete(running, prompt(40), cache_salt=salt())  # the first request imports what the others need
         yield running
-
-
-def gauges(cluster: Cluster) -> dict[str, float]:
-    """What requests own, on the router, both workers, in the ledger and in the store."""
-    found: dict[str, float] = {
-        "flights": metric(cluster, "deltaserve_router_in_flight"),
-        "records": len(records(cluster)),
-        "objects": stored_objects(cluster),
-    }
-    health = call(cluster.endpoint + "/health")[1]
-    for role, report in health["roles"].items():
-        for name in ("requests", "outstanding_tokens", "running", "waiting", "kv_usage"):
-            found[f"{role} {name}"] = sum(worker[name] for worker in report["workers"])
-    return found
 
 
 def idle(cluster: Cluster) -> dict[str, float]:

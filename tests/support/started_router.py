@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 
 from tests.doubles.worker import Knobs, WorkerDouble
+from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "demo"
@@ -86,7 +86,4 @@ class Router:
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
     """Return once `condition()` holds; fail the test otherwise."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
+    processes.wait_until(condition, seconds, "what the router or its workers are waited for")

@@ -25,8 +25,8 @@ from deltaserve.etcd import (
     check_version,
     watch,
 )
-from deltaserve.etcd_channel import EtcdFileUnusable
 from deltaserve.membership import Member, Membership, View, member_key
+from deltaserve.pem import PemUnusable
 from tests.doubles.membership import MembershipDouble, Register
 from tests.support import services
 from tests.support.patience import HUNG
@@ -418,7 +418,7 @@ def test_configurations_that_cannot_work(tmp_path: Path) -> None:
         EtcdConfig(client_cert=tmp_path / "c.pem", client_key=tmp_path / "c.key")
     with pytest.raises(ValueError, match=r"client_key is missing"):
         EtcdConfig(ca_cert=tmp_path / "ca.pem", client_cert=tmp_path / "c.pem")
-    with pytest.raises(EtcdFileUnusable, match=r"etcd\.ca_cert.*cannot be read"):
+    with pytest.raises(PemUnusable, match=r"etcd\.ca_cert.*cannot be read"):
         Etcd(EtcdConfig(ca_cert=tmp_path / "none.pem"))._connect()
 
 
