@@ -6,10 +6,13 @@ A layout is written `prefill TP-decode TP-decode DCP`, e.g. 1-2-2. The reference
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deltaserve.config import VerifyConfig
+from deltaserve.up.errors import ClusterError
+from deltaserve.verify.client import EndpointError
 from deltaserve.verify.judge import Judgement
 from deltaserve.verify.report import largest
 
@@ -76,17 +79,54 @@ def verify_each(
     verify: Callable[[VerifyConfig, Callable[[str], None]], Judgement],
     say: Callable[[str], None],
 ) -> bool:
-    """Verify one layout after the other; whether all passed. A table of them ends it. Raises what `verify` raises."""
-    lines, passed = [], True
+    """Verify one layout after the other; whether all passed. A table of them ends it.
+
+    A layout whose cluster does not start or breaks has failed like one whose answers differ: the others still run.
+    Raises what else `verify` raises.
+    """
+    rows = [_COLUMNS]
+    passed = True
     for layout in layouts:
         say(f"layout {layout}: prefill TP, decode TP, decode DCP")
-        judgement = verify(layout.applied(config), say)
-        passed = passed and judgement.passed
-        lines.append(
-            f"{layout!s:>8}  {'passed' if judgement.passed else 'FAILED'}: {judgement.sentence}; "
-            f"{sum(outcome.from_store for outcome in judgement.outcomes)} tokens from the store, "
-            f"largest |dlogprob| {largest(judgement.outcomes):.1e}"
-        )
-    for line in lines:
-        say(line)
+        began = time.monotonic()
+        try:
+            judgement = verify(layout.applied(config), say)
+        except (ClusterError, EndpointError) as error:
+            for text in getattr(error, "log_tail", []):
+                say(f"  | {text}")
+            say(f"error: {error}")
+            passed = False
+            result = (0, 0, 0, 0, 0.0, f"FAILED: {error}")
+        else:
+            passed = passed and judgement.passed
+            result = (*_counts(judgement), "passed" if judgement.passed else f"FAILED: {judgement.sentence}")
+        rows.append(_row(layout, result, time.monotonic() - began))
+    for row in rows:
+        say(row)
     return passed
+
+
+_COLUMNS = (
+    f"{'layout':>8}  {'requests':>8}  {'different':>9}  {'prompt tokens':>13}  {'from store':>10}  {'|dlogprob|':>10}  "
+    f"{'seconds':>7}  result"
+)
+
+
+def _counts(judgement: Judgement) -> tuple[int, int, int, int, float]:
+    """Requests, those that differ, their prompt tokens, those from the store, largest difference of log-probs."""
+    outcomes = judgement.outcomes
+    return (
+        len(outcomes),
+        sum(not outcome.difference.within(judgement.tolerance) for outcome in outcomes),
+        sum(outcome.case.length for outcome in outcomes),
+        sum(outcome.from_store for outcome in outcomes),
+        largest(outcomes),
+    )
+
+
+def _row(layout: Layout, result: tuple[int, int, int, int, float, str], seconds: float) -> str:
+    requests, different, tokens, from_store, logprob, text = result
+    return (
+        f"{layout!s:>8}  {requests:8}  {different:9}  {tokens:13}  {from_store:10}  {logprob:10.1e}  "
+        f"{seconds:7.0f}  {text}"
+    )

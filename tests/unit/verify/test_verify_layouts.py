@@ -10,7 +10,10 @@ import pytest
 
 from deltaserve.cli import main as cli
 from deltaserve.config import VerifyConfig
+from deltaserve.model_check import ModelError
+from deltaserve.up import ClusterError
 from deltaserve.verify import layouts, main
+from deltaserve.verify.client import EndpointError
 from deltaserve.verify.judge import Judgement
 from deltaserve.verify.layouts import ALL, Layout
 
@@ -48,9 +51,24 @@ def test_each_gets_files_of_its_own(tmp_path: Path) -> None:
     assert (plain.json_file, plain.run_dir) == (None, None)
 
 
-@pytest.mark.parametrize("broken", [None, Layout(1, 2, 2)])
+BROKEN = Layout(1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "how"),
+    [
+        (None, "passed"),
+        (BROKEN, "FAILED: 0 requests, 0 different"),
+        (BROKEN, ClusterError("decode-0 ended", ["the last line of its log"])),
+        (BROKEN, EndpointError("request 3: no answer")),
+    ],
+    ids=["all-pass", "differs", "does-not-start", "breaks"],
+)
 def test_the_command_runs_each_and_fails_with_any(
-    broken: Layout | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    broken: Layout | None,
+    how: str | Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     seen: list[Layout] = []
 
@@ -58,14 +76,34 @@ def test_the_command_runs_each_and_fails_with_any(
         layout = Layout(config.prefill_tp, config.decode_tp, config.decode_dcp)
         seen.append(layout)
         say("one request")
+        if layout == broken and isinstance(how, Exception):
+            raise how
         return Judgement((), (), 1e-3, layout != broken, "0 requests, 0 different")
 
     monkeypatch.setattr(main, "verify", verify)
     assert cli.main(["verify", "--layouts", "all"]) == (0 if broken is None else 1)
     assert seen == list(ALL), "a layout that fails does not keep the others from running"
     lines = capsys.readouterr().out.splitlines()
-    table = [line.split(":")[0].split() for line in lines[-len(ALL) :]]
-    assert table == [[str(layout), "FAILED" if layout == broken else "passed"] for layout in ALL]
+    assert lines[-len(ALL) - 1].split() == layouts._COLUMNS.split()
+    table = {row.split()[0]: row.split(maxsplit=7)[7] for row in lines[-len(ALL) :]}
+    failed = how if isinstance(how, str) else f"FAILED: {how}"
+    assert table == {str(layout): failed if layout == broken else "passed" for layout in ALL}
+    assert ("  | the last line of its log" in lines) is isinstance(how, ClusterError)
+
+
+def test_a_mistake_that_every_layout_would_make_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[VerifyConfig] = []
+
+    def verify(config: VerifyConfig, say: Say) -> Judgement:
+        seen.append(config)
+        raise ModelError("models/none: not there")
+
+    monkeypatch.setattr(main, "verify", verify)
+    assert cli.main(["verify", "--layouts", "all"]) == 1
+    assert len(seen) == 1
+    assert "error: models/none: not there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
