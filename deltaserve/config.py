@@ -29,6 +29,14 @@ _HOST = re.compile(r"[^\s/\[\]]+")
 """A host's name, an address, or an IPv6 address without its brackets."""
 
 
+def _check_address(value: str) -> None:
+    """Raises ValueError unless `value` is host:port."""
+    host, _, port = value.rpartition(":")
+    bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
+    if not bare or not _HOST.fullmatch(bare) or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{value!r} is not host:port; write it without a scheme and a path")
+
+
 class EtcdConfig(BaseModel):
     """Where etcd is and how to speak to it."""
 
@@ -50,10 +58,7 @@ class EtcdConfig(BaseModel):
         if not value:
             raise ValueError("empty; name at least one host:port")
         for endpoint in value:
-            host, _, port = endpoint.rpartition(":")
-            bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
-            if not bare or not _HOST.fullmatch(bare) or not port.isdecimal() or not 0 < int(port) <= 65535:
-                raise ValueError(f"{endpoint!r} is not host:port; write it without a scheme and a path")
+            _check_address(endpoint)
         return value
 
     @model_validator(mode="after")
@@ -71,7 +76,10 @@ class StoreConfig(BaseModel):
 
     model_config = STRICT
 
-    master: str = Field("127.0.0.1:50051", description="host:port of the Mooncake master")
+    master: str = Field(
+        "127.0.0.1:50051",
+        description="host:port of the Mooncake master; of several, the etcd that elects them: etcd://host:port;...",
+    )
     metadata: str = Field("P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none")
     hostname: str = Field(
         "127.0.0.1", description="address under which other clients reach this one's segment"
@@ -84,6 +92,21 @@ class StoreConfig(BaseModel):
     timeout: float = Field(
         10.0, gt=0, description="seconds one store call may take before it counts as failed"
     )
+
+    @field_validator("master")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        scheme, separator, rest = value.rpartition("://")
+        if not separator:
+            _check_address(value)
+        elif scheme != "etcd":
+            raise ValueError(
+                f"{value!r} is not host:port; with several masters write etcd://host:port;host:port"
+            )
+        else:
+            for member in re.split("[,;]", rest):
+                _check_address(member)
+        return value
 
 
 class LogConfig(BaseModel):
@@ -226,6 +249,13 @@ class WorkerConfig(BaseModel):
         if self.checkpoint_bytes is None:
             return self.store.segment_bytes // 2
         return self.checkpoint_bytes
+
+    @field_validator("advertise")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if value:
+            _check_address(value)
+        return value
 
     @model_validator(mode="after")
     def _dcp_fits(self) -> Self:
@@ -517,6 +547,13 @@ class DoctorConfig(WorkerConfig):
     json_file: Path | None = Field(
         None, description="file that gets the report as JSON", json_schema_extra={"flag": "--json"}
     )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_worker(cls, value: str) -> str:
+        if value:
+            _check_address(value)
+        return value
 
 
 class BoundariesConfig(BaseModel):

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from deltaserve.cli.main import COMMANDS, main
 from deltaserve.cli.options import options_of
+from deltaserve.config import DoctorConfig, StoreConfig, WorkerConfig
 from deltaserve.documents import parse_json
 from tests.support.patience import HUNG
 
@@ -93,6 +94,43 @@ def test_an_etcd_that_cannot_be_named_so(
     code, said = refusal(capsys, command, *worker, f"--etcd-endpoints={endpoints}")
     assert code == 2
     assert said.startswith("error: --etcd-endpoints: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("decode", "--store-master"),
+        ("prefill", "--store-master"),
+        ("prefill", "--advertise"),
+        ("doctor", "--endpoint"),
+    ],
+)
+@pytest.mark.parametrize(
+    "address", ["nonsense", ":1", "host:x", "host:0", "host:65536", "http://host:1", "h:1/x"]
+)
+def test_an_address_that_is_none(
+    capsys: pytest.CaptureFixture[str], command: str, flag: str, address: str
+) -> None:
+    code, said = refusal(capsys, command, f"{flag}={address}")
+    assert code == 2
+    assert said.startswith(f"error: {flag}: ")
+    assert "is not host:port" in said
+
+
+@pytest.mark.parametrize("master", ["", "etcd://", "etcd://a:1;b", "etcd://a:1;", "redis://a:1"])
+def test_a_master_that_nobody_could_find(capsys: pytest.CaptureFixture[str], master: str) -> None:
+    code, said = refusal(capsys, "decode", f"--store-master={master}")
+    assert code == 2
+    assert said.startswith("error: --store-master: ")
+
+
+@pytest.mark.parametrize(
+    "master", ["a:1", "[::1]:50051", "etcd://a:1", "etcd://a:1;[::1]:2", "etcd://a:1,b:2"]
+)
+def test_addresses_that_are_some(master: str) -> None:
+    config = WorkerConfig(store=StoreConfig(master=master), advertise="worker-0.workers:7000")
+    assert config.store.master == master
+    assert WorkerConfig(advertise="").advertise == DoctorConfig(endpoint="").endpoint == ""
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])
