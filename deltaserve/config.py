@@ -250,6 +250,12 @@ class WorkerConfig(BaseModel):
             return self.store.segment_bytes // 2
         return self.checkpoint_bytes
 
+    @property
+    def longest_put(self) -> float:
+        """Seconds from taking room in the store to the end of a write there, at most: a publish is given up after four
+        load timeouts, and what it is doing then ends after one more and a few store calls."""
+        return 5 * self.load_timeout + 3 * self.store.timeout
+
     @field_validator("advertise")
     @classmethod
     def _is_address(cls, value: str) -> str:

@@ -7,6 +7,7 @@ each spends most of its start in its own imports and the model. Stopping goes th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from deltaserve.up.errors import ClusterError
 LOOPBACK = "127.0.0.1"
 MASTER_CLIENT_TTL = 5
 """Seconds after which the Mooncake master forgets a silent client."""
+
+LEAST_PUT_RELEASE = 60
+"""Seconds; Mooncake wants it longer than the 30 s after which another writer may take the same key."""
 
 ARENAS = {"MALLOC_ARENA_MAX": "4"}
 """glibc gives every thread an arena, and Mooncake has 31: that alone costs hundreds of MB. Read when a process starts,
@@ -76,10 +80,8 @@ def build(
 
     Raises ClusterError when a field given through the *_options does not fit the role, or CUDA devices are too few.
     """
-    specs = [
-        _etcd(ports, data, etcd),
-        _master(ports, master, _silence(config, MASTER_CLIENT_TTL)),
-    ]
+    specs = [_etcd(ports, data, etcd)]
+    workers: list[WorkerConfig] = []
     devices = _devices(config)
     metrics = count_from(config.metrics_port)
     for role, number, tp in (
@@ -88,6 +90,7 @@ def build(
     ):
         for index in range(number):
             worker = _worker(config, ports, role, tp, next(metrics))
+            workers.append(worker)
             specs.append(
                 ProcessSpec(
                     name=f"{role}-{index}",
@@ -99,6 +102,7 @@ def build(
                     },
                 )
             )
+    specs.insert(1, _master(ports, master, _silence(config, MASTER_CLIENT_TTL), put_release(workers)))
     router = _router(config, ports)
     specs.append(ProcessSpec("router", (*role_command, "router", *to_argv(router, "router")), wave=1))
     return specs
@@ -121,7 +125,16 @@ def _etcd(ports: Ports, data: Path, binary: Path) -> ProcessSpec:
     return ProcessSpec("etcd", argv, wave=0, probe=f"{LOOPBACK}:{ports.etcd_client}", health_path="/health")
 
 
-def _master(ports: Ports, binary: Path, client_ttl: int) -> ProcessSpec:
+def put_release(workers: Sequence[WorkerConfig]) -> int:
+    """Seconds after which the master takes back the room of an object that nobody has finished.
+
+    Until then a dead writer's room is lost, so the master's own 600 s are too long; but room that a living writer still
+    writes into must not become another object's.
+    """
+    return max([LEAST_PUT_RELEASE, *(math.ceil(worker.longest_put) for worker in workers)])
+
+
+def _master(ports: Ports, binary: Path, client_ttl: int, put_release: int) -> ProcessSpec:
     options = {
         "rpc_address": LOOPBACK,
         "rpc_port": ports.master,
@@ -130,6 +143,7 @@ def _master(ports: Ports, binary: Path, client_ttl: int) -> ProcessSpec:
         "enable_http_metadata_server": "false",
         "default_kv_lease_ttl": 1000,
         "client_ttl": client_ttl,
+        "put_start_release_timeout_sec": put_release,
     }
     argv = (str(binary), *(f"--{name}={value}" for name, value in options.items()), "--logtostderr")
     return ProcessSpec("master", argv, wave=0, probe=f"{LOOPBACK}:{ports.master}")
@@ -259,10 +273,8 @@ class _devices:
         if config.device == "cpu":
             return
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        cards = Path("/proc/driver/nvidia/gpus")
-        self._visible = [part for part in named.split(",") if part] or [
-            str(index) for index in range(len(list(cards.iterdir())) if cards.is_dir() else 0)
-        ]
+        cards = [card for card in Path("/dev").glob("nvidia[0-9]*") if card.name[6:].isdigit()]
+        self._visible = [part for part in named.split(",") if part] or [str(i) for i in range(len(cards))]
         largest = max(config.prefill_tp if config.prefill else 1, config.decode_tp)
         if len(self._visible) < largest:
             raise ClusterError(

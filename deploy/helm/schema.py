@@ -266,6 +266,7 @@ def master_schema() -> Schema:
             "etcdEndpoints": array(ADDRESS),
             "clientTtl": whole(1),
             "kvLeaseTtlMs": whole(1),
+            "putReleaseSeconds": whole(31),
             "resources": RESOURCES,
             **SCHEDULING,
         }

@@ -101,6 +101,20 @@ def command_lines(objects: list[Object]) -> Iterator[str]:
             yield f"{workload.name}: the cluster id of the masters and their address do not go together"
 
 
+def patience_of_the_store(objects: list[Object]) -> Iterator[str]:
+    """Masters do not take back room that a worker may still be writing into."""
+    release = max(
+        int(argument.partition("=")[2])
+        for master in workloads(objects, "master")
+        for argument in master.container["args"]
+        if argument.startswith("--put_start_release_timeout_sec=")
+    )
+    for workload in deltaserves(objects):
+        config = config_of(workload)
+        if workload.component != "router" and config.longest_put > release:
+            yield f"{workload.name}: may write for {config.longest_put:g} s, the masters take room back after {release}"
+
+
 def options_known(objects: list[Object]) -> Iterator[str]:
     """The variables of all commands are options of them."""
     known = {option.env for command in COMMANDS for option in options_of(command.model, command.name)}
@@ -423,6 +437,7 @@ def names(objects: list[Object]) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     command_lines,
+    patience_of_the_store,
     options_known,
     administration,
     probes,

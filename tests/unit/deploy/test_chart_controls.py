@@ -26,6 +26,7 @@ BROKEN = [
     (POOLS, 'default "nvidia.com/gpu" $pool.gpuResource) $tp', 'default "nvidia.com/gpu" $pool.gpuResource) 1', "GPUs for tp"),
     (POOLS, "{name: MC_STORE_CLUSTER_ID", "{name: MC_STORE_CLUSTER", "do not go together"),
     (POOLS, '"deltaserve.etcd.env" (list $root $pool.role)', '"deltaserve.etcd.env" (list $root "worker")', "is no option"),
+    ("values.yaml", "putReleaseSeconds: 180", "putReleaseSeconds: 120", "may write for 180 s, the masters take room back after 120"),
     (POD, "enableServiceLinks: false", "enableServiceLinks: true", "service links"),
     # life of a pod
     (POOLS, "path: /ready", "path: /alive", "alive and ready are the same question"),

@@ -73,6 +73,12 @@ def test_all_are_told_after_how_long_a_silent_worker_is_gone() -> None:
     assert flag(specs["master"].argv, "client_ttl") == "9"
 
 
+def test_the_master_keeps_what_a_writer_began_as_long_as_it_may_write() -> None:
+    made = config(decode_options={"load_timeout": 50})
+    specs = {spec.name: spec for spec in plan.control_specs(made, CONTROL, Path("/data"))}
+    assert flag(specs["master"].argv, "put_start_release_timeout_sec") == str(5 * 50 + 3 * 10)
+
+
 def test_bundles_name_the_roles_own_resource_and_the_gpus_of_all_ranks() -> None:
     cuda = config(device="cuda", prefill_tp=8, decode_tp=4, decode_cpus=2)
     assert cuda.bundle("prefill") == {"deltaserve_prefill": 1, "CPU": 1, "GPU": 8}

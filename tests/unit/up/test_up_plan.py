@@ -52,6 +52,28 @@ def test_who_is_silent_for_how_long_is_gone(fields: dict[str, Any], seconds: tup
     assert router.etcd.lease_ttl == seconds[0]
 
 
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 5 * 30 + 3 * 10),
+        ({"decode_options": {"load_timeout": 50}}, 5 * 50 + 3 * 10),
+        ({"prefill_options": {"load_timeout": 0.5, "store": {"timeout": 20.5}}}, 5 * 30 + 3 * 10),
+        ({"prefill_options": {"load_timeout": 40.1}}, 231),
+        ({"prefill": 0, "decode": 1, "decode_options": {"load_timeout": 2}}, plan.LEAST_PUT_RELEASE),
+    ],
+)
+def test_the_master_keeps_what_a_writer_began_as_long_as_it_may_write(
+    fields: dict[str, Any], seconds: int
+) -> None:
+    specs = build(ClusterConfig(**fields))
+    assert [spec.name for spec in specs[:2]] == ["etcd", "master"]
+    told = next(
+        a.partition("=")[2] for a in specs[1].argv if a.startswith("--put_start_release_timeout_sec=")
+    )
+    assert int(told) == seconds
+    assert all(worker(spec).longest_put <= seconds for spec in specs[2:-1])
+
+
 def test_everything_but_the_endpoint_stays_on_loopback() -> None:
     specs = build(ClusterConfig(host="0.0.0.0"))
     for spec in specs:
