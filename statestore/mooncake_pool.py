@@ -81,8 +81,16 @@ class _Session:
 class MooncakePool(Pool):
     """See the module's description."""
 
-    def __init__(self, config: StoreConfig, *, lend: bool = True, staging_bytes: int = 64 << 20) -> None:
-        """Connects, within `StoreConfig.timeout` seconds. `lend=False`: lends the store no memory.
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        lend: bool = True,
+        staging_bytes: int = 64 << 20,
+        pin: Callable[[Bytes], None] | None = None,
+    ) -> None:
+        """Connects, within `StoreConfig.timeout` seconds. `lend=False`: lends the store no memory; `pin`: called with
+        the staging memory when it is made.
 
         Raises PoolUnavailable when the master does not answer, ValueError for a segment that Mooncake refuses.
         """
@@ -91,7 +99,7 @@ class MooncakePool(Pool):
                 f"store.segment_bytes: {config.segment_bytes} a rank; Mooncake needs at least {LEAST_SEGMENT}"
             )
         self._timeout = config.timeout
-        self._staging_bytes = staging_bytes
+        self._staging_bytes, self._pin = staging_bytes, pin
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
         self._leftovers: set[str] = set()
@@ -124,7 +132,7 @@ class MooncakePool(Pool):
         self._link.guard("staging")
         with self._lock:
             if self._staging is None:
-                self._staging = Staging(self, self._staging_bytes)
+                self._staging = Staging(self, self._staging_bytes, self._pin)
             staging = self._staging
         with staging.slice(nbytes, timeout) as view:
             yield view

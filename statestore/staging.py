@@ -15,7 +15,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,13 +45,18 @@ class Slice:
 class Staging:
     """See the module's description. Safe to use from several threads."""
 
-    def __init__(self, pool: Pool, nbytes: int = 64 << 20) -> None:
-        """Maps and registers `nbytes`, rounded up to pages. Raises what `Pool.register` raises."""
+    def __init__(
+        self, pool: Pool, nbytes: int = 64 << 20, pin: Callable[[Bytes], None] | None = None
+    ) -> None:
+        """Maps and registers `nbytes`, rounded up to pages; `pin` is called with them once, before. Raises what it and
+        `Pool.register` raise."""
         if nbytes <= 0:
             raise ValueError(f"nbytes: {nbytes} must be positive")
         self._pool = pool
         self.nbytes = _round_up(nbytes)
         self._memory = _map(self.nbytes)
+        if pin is not None:
+            pin(self._memory)
         pool.register(self._memory)
         self._free = [(0, self.nbytes)]
         self._waiting: deque[object] = deque()

@@ -64,13 +64,18 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
     if config.dcp > 1:
         args["decode_context_parallel_size"] = config.dcp
         args["cp_kv_cache_interleave_size"] = config.dcp_interleave
-    if config.role == "prefill" and config.checkpoint_tokens and config.checkpoint_limit:
+    if (
+        config.device == "cpu"
+        and config.role == "prefill"
+        and config.checkpoint_tokens
+        and config.checkpoint_limit
+    ):
         # A checkpoint can be taken where a step ends, so no step may run past the place of the next one. vLLM applies
-        # the first limit only where several prompts wait. The second makes a step of a GPU too small to be efficient.
+        # the first limit only where several prompts wait. Either makes a step of a GPU too small to be efficient: there
+        # checkpoints are taken where steps of max_num_batched_tokens end.
         step = min(config.checkpoint_tokens, config.max_num_batched_tokens)
         args["long_prefill_token_threshold"] = step
-        if config.device == "cpu":
-            args["max_num_scheduled_tokens"] = step
+        args["max_num_scheduled_tokens"] = step
     if kv_transfer_config is not None:
         args["kv_transfer_config"] = kv_transfer_config
     args.update(config.extra_args)

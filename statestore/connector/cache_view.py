@@ -7,7 +7,7 @@ channels] (SD) or [channels, columns] (DS), channels = q | k | v parts of the ra
 share memory: a block id means something only with its group. The objects' order is `statestore.reshard`'s.
 
 Staging is host memory. Caches in host memory are copied by `statestore.connector.host_copies`, those on a device by
-torch, on whole tensors; the copies release the GIL.
+`statestore.connector.device_copies`; the copies release the GIL.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from statestore.connector.describe import split_groups
+from statestore.connector.device_copies import DeviceCopies, torch_dtype
 from statestore.connector.host_copies import HostCopies
 from statestore.geometry import Geometry
-from statestore.reshard import head_bytes, locate, row_bytes
+from statestore.reshard import locate
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,13 +36,14 @@ class CacheView:
         self.geometry = geometry
         kda, mla = split_groups(kv_cache_config)
         self._kda = [(group, *self._states(name, kv_caches[name])) for name, group in kda.values()]
-        self._mla = [(group, _rows(kv_caches[name])) for name, group in mla.values()]
+        self._mla = [(group, _rows(kv_caches[name], geometry.block_size)) for name, group in mla.values()]
         for (name, _), (_, rows) in zip(mla.values(), self._mla, strict=True):
             if rows.shape[1:] != (geometry.block_size, geometry.latent_width):
                 raise ValueError(
                     f"cache of {name} has shape {tuple(rows.shape)}; "
                     f"expected blocks of {(geometry.block_size, geometry.latent_width)}"
                 )
+        self._device = DeviceCopies(geometry, self._kda, self._mla)
         self._host: HostCopies | None = None
         if self._kda[0][1].device.type == "cpu":
             pages = [(group, kv_caches[name].flatten(1).view(torch.uint8)) for name, group in kda.values()]
@@ -59,8 +61,8 @@ class CacheView:
             raise ValueError(
                 f"cache of {name} has pages of {pages.shape[1]} bytes, smaller than its state of {end}"
             )
-        conv = pages[:, :conv_bytes].view(_torch_dtype(g.conv_dtype)).unflatten(1, conv_shape)
-        recurrent = pages[:, conv_bytes:end].view(_torch_dtype(g.recurrent_dtype))
+        conv = pages[:, :conv_bytes].view(torch_dtype(g.conv_dtype)).unflatten(1, conv_shape)
+        recurrent = pages[:, conv_bytes:end].view(torch_dtype(g.recurrent_dtype))
         return conv, recurrent.unflatten(1, (g.heads_per_rank, g.head_v, g.head_k))
 
     @property
@@ -103,17 +105,7 @@ class CacheView:
         if (host := self._host) is not None:
             staged = host.staged(out, heads)
             return lambda layers: host.gather_heads(blocks, mine, layers, staged)
-        views = self._head_views(out, heads)
-
-        def gather(layers: range) -> None:
-            for layer in layers:
-                (recurrent, conv), (group, conv_cache, recurrent_cache) = views[layer], self._kda[layer]
-                block = blocks[group][0]
-                recurrent.copy_(recurrent_cache[block, mine])
-                for part, source in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
-                    part.copy_(source[mine])
-
-        return gather
+        return lambda layers: self._device.gather_heads(blocks, mine, layers, out)
 
     def scatter_heads(self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes) -> None:
         """Heads [first, first + heads) of this rank from `source` into each group's running-state block.
@@ -123,71 +115,20 @@ class CacheView:
         mine = slice(first, first + heads)
         if self._host is not None:
             self._host.scatter_heads(blocks, mine, self._host.staged(source, heads))
-            return
-        for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
-            self._head_views(source, heads), self._kda, strict=True
-        ):
-            block = blocks[group][0]
-            recurrent_cache[block, mine].copy_(recurrent)
-            for part, target in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
-                target[mine].copy_(part)
-
-    def _head_views(self, data: Bytes, heads: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Per KDA layer (recurrent [heads, V, K], convolution parts q, k, v [heads, columns, channels]) over `data`."""
-        g = self.geometry
-        per_head = torch.from_numpy(data).view(heads, head_bytes(g))
-        recurrent_bytes = g.head_v * g.head_k * g.recurrent_bytes
-        views = []
-        at = 0
-        for _ in g.kda_layers:
-            recurrent = per_head[:, at : at + recurrent_bytes].view(_torch_dtype(g.recurrent_dtype))
-            at += recurrent_bytes
-            parts = []
-            for channels in (g.head_k, g.head_k, g.head_v):
-                nbytes = g.conv_columns * channels * g.conv_bytes
-                part = per_head[:, at : at + nbytes].view(_torch_dtype(g.conv_dtype))
-                parts.append(part.unflatten(1, (g.conv_columns, channels)))
-                at += nbytes
-            views.append((recurrent.unflatten(1, (g.head_v, g.head_k)), parts))
-        return views
-
-    def _conv_parts(self, conv: torch.Tensor) -> list[torch.Tensor]:
-        """Views [heads, history columns, channels] of the q, k and v parts of one block's convolution state."""
-        g = self.geometry
-        columns = conv.t() if g.conv_layout == "DS" else conv
-        history = columns[: g.conv_columns]
-        heads = g.heads_per_rank
-        sizes = [heads * g.head_k, heads * g.head_k, heads * g.head_v]
-        return [part.unflatten(1, (heads, -1)).transpose(0, 1) for part in history.split(sizes, dim=1)]
+        else:
+            self._device.scatter_heads(blocks, mine, source)
 
     # ---- MLA
 
     def gather_rows(self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], out: Bytes) -> None:
         """Latent rows of `tokens` (all owned by this rank), all MLA layers, token by token into `out`."""
-        if self._host is not None:
-            self._host.gather_rows(self._places(blocks, tokens), out)
-            return
-        views = self._row_views(out, len(tokens))
-        for view, (group, cache) in zip(views, self._mla, strict=True):
-            view.copy_(cache[self._index(blocks[group], tokens)])
+        (self._host or self._device).gather_rows(self._places(blocks, tokens), out)
 
     def scatter_rows(
         self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], source: Bytes
     ) -> None:
         """Inverse of `gather_rows`."""
-        if self._host is not None:
-            self._host.scatter_rows(self._places(blocks, tokens), source)
-            return
-        views = self._row_views(source, len(tokens))
-        for view, (group, cache) in zip(views, self._mla, strict=True):
-            cache[self._index(blocks[group], tokens)] = view.to(cache.device)
-
-    def _row_views(self, data: Bytes, rows: int) -> list[torch.Tensor]:
-        g = self.geometry
-        per_row = torch.from_numpy(data).view(rows, row_bytes(g))
-        width = g.latent_row_bytes
-        dtype = _torch_dtype(g.kv_cache_dtype) if self._mla[0][1].dtype != torch.uint8 else torch.uint8
-        return [per_row[:, i * width : (i + 1) * width].view(dtype) for i in range(len(g.mla_layers))]
+        (self._host or self._device).scatter_rows(self._places(blocks, tokens), source)
 
     def _places(
         self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64]
@@ -198,10 +139,6 @@ class CacheView:
         }
         return [by_group[group] for group, _ in self._mla]
 
-    def _index(self, table: list[int], tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, row = locate(self.geometry, tokens, table)
-        return torch.from_numpy(ids), torch.from_numpy(row)
-
     def fence(self) -> Any:
         """A point in the device's work after which the caches hold this step's state; None on the CPU."""
         if self._kda[0][1].is_cuda:
@@ -211,16 +148,14 @@ class CacheView:
         return None
 
 
-def _rows(cache: torch.Tensor) -> torch.Tensor:
-    """Latent rows [blocks, block_size, width] of an MLA layer, without the axis of its one head."""
-    return cache.squeeze(1) if cache.dim() == 4 else cache
+def _rows(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Latent rows [blocks, block_size, width] of an MLA layer, without the axis of its one head.
 
-
-def _torch_dtype(name: str) -> torch.dtype:
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float8_e4m3": torch.float8_e4m3fn,
-        "float8_e5m2": torch.float8_e5m2,
-    }[name]
+    An attention kernel may want smaller blocks than the cache manager's: there are as many more of them then, one
+    after the other in a block's page.
+    """
+    rows = cache.squeeze(1) if cache.dim() == 4 else cache
+    parts, rest = divmod(block_size, rows.shape[1])
+    if rest or parts < 2 or rows.shape[0] % parts:
+        return rows
+    return rows.view(-1, block_size, rows.shape[2])

@@ -45,8 +45,8 @@ class Loader:
         self._verify, self._damage = verify, damage
         self._geometry = view.geometry
 
-    def load(self, job: LoadJob, report: RankReport) -> None:
-        """Restore; raises VerificationFailed, or what the pool raised."""
+    def load(self, job: LoadJob, report: RankReport, free: Callable[[], None] = lambda: None) -> None:
+        """Restore; raises VerificationFailed, or what the pool raised. `free` returns once blocks may be written."""
         records = job.records
         check_table(self._view, job.blocks, records[-1].length, "load into")
         plan = self._plan(records, job.local_tokens)
@@ -64,6 +64,7 @@ class Loader:
                 _check_size(piece, home)
             lanes = LANES if plan.nbytes >= LANE_BYTES else 1
             share(_runs(plan.pieces, PIECE), lanes, lambda run: self._take(run, staging, home, ahead))
+            free()
             # Device caches are written in one stream.
             lanes = lanes if self._view.on_host else 1
             limit = -(-plan.nbytes // lanes)

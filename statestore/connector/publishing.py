@@ -80,7 +80,8 @@ class Publisher:
     def _write_heads(self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put) -> tuple[str, ...]:
         """Gather, prove and write some heads after the other; returns the digests.
 
-        Inside, layer by layer: what has been gathered is proved while it is still in the core's cache.
+        Inside, layer by layer: what has been gathered is proved while it is still in the core's cache. What comes from
+        a device comes at once: there each copy has a price of its own.
         """
         size, layers = plan.units[0].nbytes, len(self._geometry.kda_layers)
         digests: list[str] = []
@@ -88,8 +89,9 @@ class Publisher:
             piece = data[first * size : (first + heads) * size]
             proof = HeadsProof(piece, heads, self._geometry, plan.units[first].first)
             gather = self._view.gatherer(job.blocks, piece, first, heads)
-            for low in range(0, layers, proof.step):
-                some = range(low, min(low + proof.step, layers))
+            step = proof.step if self._view.on_host else layers
+            for low in range(0, layers, step):
+                some = range(low, min(low + step, layers))
                 gather(some)
                 proof.take(some)
                 if proof.problem is not None:
@@ -103,8 +105,9 @@ class Publisher:
         proof = RowsProof(data, plan.units, self._geometry, finite=True)
         size = plan.nbytes // len(plan.tokens)
         for first, rows in _pieces(len(plan.tokens), size):
-            for low in range(first, first + rows, proof.step):
-                high = min(low + proof.step, first + rows)
+            step = proof.step if self._view.on_host else rows
+            for low in range(first, first + rows, step):
+                high = min(low + step, first + rows)
                 self._view.gather_rows(job.blocks, plan.tokens[low:high], data[low * size : high * size])
                 proof.take(range(low, high))
                 if proof.problem is not None:

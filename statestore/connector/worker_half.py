@@ -22,6 +22,7 @@ from deltaserve.config import StoreConfig
 from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.describe import geometry_of
+from statestore.connector.device_copies import pin
 from statestore.connector.loading import Loader
 from statestore.connector.messages import LinkName, LoadJob, PublishJob, RankReport, RankReports
 from statestore.connector.publishing import Publisher
@@ -76,7 +77,7 @@ class WorkerHalf:
         self._rank = get_tensor_model_parallel_rank()
         self._view = CacheView(kv_caches, self._kv_cache_config, self._geometry)
         room = staging_bytes(self._geometry, self._longest)
-        self._pool = MooncakePool(self._store, staging_bytes=room)
+        self._pool = MooncakePool(self._store, staging_bytes=room, pin=None if self._view.on_host else pin)
         self._publisher = Publisher(self._view, self._pool, self._rank, timeout)
         self._loader = Loader(
             self._view, self._pool, self._rank, timeout, self._extra["verify"], self._extra["damage"]
@@ -110,17 +111,20 @@ class WorkerHalf:
         report: RankReport,
     ) -> None:
         def wait() -> None:
-            fence = computed.result(_STEP_PATIENCE * self._extra["load_timeout"])
-            if fence is not None:
-                fence.synchronize()
+            _wait(computed.result(_STEP_PATIENCE * self._extra["load_timeout"]))
 
         publish(job, report, wait)
 
     def start_loads(self, jobs: list[LoadJob]) -> None:
-        """Start reading; returns at once."""
+        """Start reading; returns at once. Nothing is written before the work that is in the device's queue now has
+        ended: it may still use the blocks for whoever had them before."""
+        if not jobs:
+            return
+        assert self._loader is not None
+        assert self._view is not None
+        free = partial(_wait, self._view.fence())
         for job in jobs:
-            assert self._loader is not None
-            self._reading.submit(self._load, job, self._loader.load)
+            self._reading.submit(self._load, job, partial(self._loader.load, free=free))
 
     def results(self) -> Any:
         """vLLM's view of what has ended since the last step."""
@@ -179,6 +183,12 @@ class WorkerHalf:
             )
         report.seconds = time.monotonic() - began
         return report
+
+
+def _wait(fence: Any) -> None:
+    """Return when the device has come to a fence of `CacheView.fence`."""
+    if fence is not None:
+        fence.synchronize()
 
 
 def staging_bytes(geometry: Geometry, longest: int) -> int:

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between one rank's caches and staging where the caches are a device's memory.
+
+A piece is put together on the device, in the order of the stored object, and crosses to the host as one run of bytes;
+restoring goes the other way. Many small copies between device and host would each cost more than their bytes. Every
+thread has a stream of its own, so that copies run beside the engine's kernels; a call returns when its copies have
+ended, because what it has gathered is read, and what it has restored is scheduled, right after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from statestore.geometry import Geometry
+from statestore.reshard import head_bytes, row_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+Table = tuple[Ints, Ints]
+"""Block ids, and rows in them."""
+
+State = tuple[int, torch.Tensor, torch.Tensor]
+"""KV cache group, convolution and recurrent state of every block."""
+
+
+class DeviceCopies:
+    """All layers of a rank; KDA and MLA layers with their KV cache groups, in the model's order.
+
+    Works on any device of torch's; on the CPU for tests.
+    """
+
+    def __init__(self, geometry: Geometry, states: list[State], rows: list[tuple[int, torch.Tensor]]) -> None:
+        """`states`: [blocks, columns, channels] (or transposed) and [blocks, heads, V, K] a KDA layer; `rows`:
+        [blocks, block_size, width] an MLA layer."""
+        self.geometry = geometry
+        self._states, self._rows = states, rows
+        self._device = rows[0][1].device
+        self._row_dtype = torch_dtype(geometry.kv_cache_dtype)
+        if rows[0][1].dtype == torch.uint8:
+            self._row_dtype = torch.uint8
+        self._local = threading.local()
+
+    def gather_heads(self, blocks: tuple[list[int], ...], mine: slice, layers: range, out: Bytes) -> None:
+        """The rank's heads `mine` of the KDA layers numbered `layers` into their places in `out`, which holds these
+        heads of all layers."""
+        heads = mine.stop - mine.start
+        size = self._layer_bytes
+        target = torch.from_numpy(out).view(heads, -1)[:, layers.start * size : layers.stop * size]
+        with self._stream():
+            piece = torch.empty(target.shape, dtype=torch.uint8, device=self._device)
+            for layer, (recurrent, conv) in zip(layers, self._head_views(piece, len(layers)), strict=True):
+                group, conv_cache, recurrent_cache = self._states[layer]
+                block = blocks[group][0]
+                recurrent.copy_(recurrent_cache[block, mine])
+                for part, source in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
+                    part.copy_(source[mine])
+            target.copy_(piece, non_blocking=True)
+
+    def scatter_heads(self, blocks: tuple[list[int], ...], mine: slice, source: Bytes) -> None:
+        """Inverse of `gather_heads`, for all KDA layers. Speculative convolution columns are left as they are."""
+        heads = mine.stop - mine.start
+        with self._stream():
+            piece = torch.from_numpy(source).view(heads, -1).to(self._device, non_blocking=True)
+            views = self._head_views(piece, len(self._states))
+            for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
+                views, self._states, strict=True
+            ):
+                block = blocks[group][0]
+                recurrent_cache[block, mine].copy_(recurrent)
+                for part, target in zip(conv, self._conv_parts(conv_cache[block]), strict=True):
+                    target[mine].copy_(part)
+
+    def gather_rows(self, tables: list[Table], out: Bytes) -> None:
+        """Rows at `tables` a layer, token by token into `out`."""
+        count = len(tables[0][0])
+        with self._stream():
+            piece = torch.empty(count, row_bytes(self.geometry), dtype=torch.uint8, device=self._device)
+            for view, (_, cache), (ids, rows) in zip(
+                self._row_views(piece), self._rows, self._on_device(tables), strict=True
+            ):
+                view.copy_(cache[ids, rows])
+            torch.from_numpy(out).view(count, -1).copy_(piece, non_blocking=True)
+
+    def scatter_rows(self, tables: list[Table], source: Bytes) -> None:
+        """Inverse of `gather_rows`."""
+        count = len(tables[0][0])
+        with self._stream():
+            piece = torch.from_numpy(source).view(count, -1).to(self._device, non_blocking=True)
+            for view, (_, cache), (ids, rows) in zip(
+                self._row_views(piece), self._rows, self._on_device(tables), strict=True
+            ):
+                cache[ids, rows] = view
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Bytes of one head of one layer."""
+        return head_bytes(self.geometry) // len(self.geometry.kda_layers)
+
+    def _head_views(
+        self, data: torch.Tensor, layers: int
+    ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Per layer (recurrent [heads, V, K], convolution parts q, k, v [heads, columns, channels]) over `data`,
+        bytes [heads, layers x bytes of a layer]."""
+        g = self.geometry
+        recurrent_bytes = g.head_v * g.head_k * g.recurrent_bytes
+        at = 0
+        for _ in range(layers):
+            recurrent = data[:, at : at + recurrent_bytes].view(torch_dtype(g.recurrent_dtype))
+            at += recurrent_bytes
+            parts = []
+            for channels in (g.head_k, g.head_k, g.head_v):
+                nbytes = g.conv_columns * channels * g.conv_bytes
+                part = data[:, at : at + nbytes].view(torch_dtype(g.conv_dtype))
+                parts.append(part.unflatten(1, (g.conv_columns, channels)))
+                at += nbytes
+            yield recurrent.unflatten(1, (g.head_v, g.head_k)), parts
+
+    def _conv_parts(self, conv: torch.Tensor) -> list[torch.Tensor]:
+        """Views [heads, history columns, channels] of the q, k and v parts of one block's convolution state."""
+        g = self.geometry
+        columns = conv.t() if g.conv_layout == "DS" else conv
+        history = columns[: g.conv_columns]
+        heads = g.heads_per_rank
+        sizes = [heads * g.head_k, heads * g.head_k, heads * g.head_v]
+        return [part.unflatten(1, (heads, -1)).transpose(0, 1) for part in history.split(sizes, dim=1)]
+
+    def _row_views(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Per MLA layer its part [rows, latent width] of `data`, bytes [rows, bytes of a row]."""
+        width = self.geometry.latent_row_bytes
+        return [
+            data[:, layer * width : (layer + 1) * width].view(self._row_dtype)
+            for layer in range(len(self._rows))
+        ]
+
+    def _on_device(self, tables: list[Table]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Layers of a group have one table, which crosses once."""
+        last: Table | None = None
+        for table in tables:
+            if table is not last:
+                last = table
+                ids, rows = (torch.from_numpy(part).to(self._device, non_blocking=True) for part in table)
+            yield ids, rows
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        """This thread's stream; its work has ended when the block has."""
+        if self._device.type != "cuda":
+            yield
+            return
+        stream = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+
+def pin(memory: Bytes) -> None:
+    """Lock host memory for copies of the device's at full speed. Raises RuntimeError naming the limit that refused."""
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    if code != 0:
+        raise RuntimeError(
+            f"cudaHostRegister of {memory.nbytes} bytes of staging failed with code {code}; "
+            "raise the limit of locked memory (ulimit -l), or lower max_model_len"
+        )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a geometry's."""
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float8_e4m3": torch.float8_e4m3fn,
+        "float8_e5m2": torch.float8_e5m2,
+    }[name]
