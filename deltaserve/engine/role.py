@@ -14,7 +14,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltaserve.telemetry.progress import Progress, Report
+from deltaserve.telemetry.progress import Progress, Report, Stage
 from deltaserve.telemetry.tracing import NO_SPAN, Span
 from deltaserve.wire import worker_pb2 as pb
 
@@ -76,15 +76,15 @@ class Role(ABC):
     async def prepare(self, job: Job) -> Any:
         """Turn `job.add` into vLLM's EngineCoreRequest. Raises `Refused`."""
 
-    def on_sent(self, job: Job, ranks: int) -> None:
-        """A job of the handoff went out to every rank."""
+    def on_sent(self, job: Job, kind: Stage, ranks: int) -> None:
+        """A job of this kind went out to every rank."""
         if job.progress is not None:
-            job.progress.go(ranks)
+            job.progress.go(kind, ranks)
 
-    def on_reported(self, job: Job, reports: Sequence[Report]) -> None:
-        """Ranks have reported a job of the handoff."""
+    def on_reported(self, job: Job, kind: Stage, reports: Sequence[Report]) -> None:
+        """Ranks have reported a job of this kind."""
         if job.progress is not None:
-            job.progress.reported(reports)
+            job.progress.reported(kind, reports)
 
     @abstractmethod
     def on_output(self, job: Job, output: Any) -> None:

@@ -5,7 +5,9 @@
     waiting ──▶ reading ──▶ loaded                                        a load
 
 A rank is `idle` until its job goes out, then `busy`, then `done` or `failed`. A publish with checkpoints on the way has
-several jobs a rank; what a rank has moved is added up. Plain data on the service's event loop; the connector's
+several jobs a rank; what a rank has moved is added up. A request may have jobs of both kinds: a publish that begins
+with the load of a checkpoint, a load whose answer is written as one; those of the other kind are not this handoff's.
+Plain data on the service's event loop; the connector's
 scheduler half reports through statestore/connector/events.py.
 """
 
@@ -63,20 +65,21 @@ class Progress:
     _out: int = 0
     """Reports of ranks that are still to come."""
 
-    def go(self, ranks: int) -> None:
-        """A job went out to every rank. One after the end is of something else: the checkpoint of an answer."""
-        if self.outcome:
+    def go(self, kind: Stage, ranks: int) -> None:
+        """A job went out to every rank."""
+        if kind != self.stage:
             return
-        self.state = "writing" if self.stage == "publish" else "reading"
+        if not self.outcome:
+            self.state = "writing" if self.stage == "publish" else "reading"
         self._out += ranks
         for number in range(ranks):
             self.ranks.setdefault(number, Rank()).state = "busy"
 
-    def reported(self, reports: Iterable[Report]) -> None:
-        """Ranks have done a job, or have failed. Reports that nothing was sent for are of something else."""
+    def reported(self, kind: Stage, reports: Iterable[Report]) -> None:
+        """Ranks have done a job, or have failed."""
+        if kind != self.stage:
+            return
         for report in reports:
-            if self._out <= 0:
-                return
             rank = self.ranks.setdefault(report.rank, Rank())
             rank.nbytes += report.nbytes
             rank.seconds += report.seconds

@@ -21,8 +21,8 @@ Listener = Callable[..., None]
 Watcher = Callable[..., None]
 """The same for what is only to be looked at (deltaserve/telemetry/progress.py).
 
-    "sent"            key, ranks                       a job of a publish or load went out to so many ranks
-    "reported"        key, list[RankReport]            ranks have reported a job
+    "sent"            key, kind, ranks                 a job went out to so many ranks; kind: "publish" or "load"
+    "reported"        key, kind, list[RankReport]      ranks have reported a job
 """
 
 _listeners: dict[str, Listener] = {}

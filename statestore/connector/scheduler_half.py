@@ -133,7 +133,7 @@ class SchedulerHalf:
         self._new_loads.append(
             LoadJob(request.request_id, load.intent.records, self._blocks(block_ids, length), length - tokens)
         )
-        show(self._worker_id, "sent", request.request_id, self._world_size)
+        show(self._worker_id, "sent", request.request_id, "load", self._world_size)
 
     def _restored(self, key: str, tokens: int, reports: list[RankReport]) -> None:
         """Every rank has reported a load; `tokens` are restored when all went well."""
@@ -163,7 +163,7 @@ class SchedulerHalf:
     def _publish_job(self, key: str, intent: PublishIntent, link: Link) -> PublishJob:
         blocks = self._blocks(self._cache_manager.get_block_ids(key), link.length)
         self._pins.pin((key, link.number), key, self._spans(link.base, link.length))
-        show(self._worker_id, "sent", key, self._world_size)
+        show(self._worker_id, "sent", key, "publish", self._world_size)
         return PublishJob(
             key,
             intent.epoch,
@@ -203,12 +203,12 @@ class SchedulerHalf:
             return
         for (key, number), of_ranks in reports.publish.items():
             publish = self._publish[key]
-            show(self._worker_id, "reported", key, of_ranks)
+            show(self._worker_id, "reported", key, "publish", of_ranks)
             if publish.links.report(number, of_ranks):
                 self._pins.unpin((key, number))
                 self._settle(key, publish)
         for key, of_ranks in reports.load.items():
-            show(self._worker_id, "reported", key, of_ranks)
+            show(self._worker_id, "reported", key, "load", of_ranks)
             done = self._loading.setdefault(key, [])
             done.extend(of_ranks)
             if len(done) == self._world_size:

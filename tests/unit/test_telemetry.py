@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from deltaserve.config import LogConfig, TraceConfig
 from deltaserve.telemetry import about, tracing
 from deltaserve.telemetry.logs import NAME_VARIABLE, VLLM_CONFIG, JsonFormatter, client_id, request_of
-from deltaserve.telemetry.progress import KEPT, Board
+from deltaserve.telemetry.progress import KEPT, Board, Stage
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deltaserve", "router", "prefill_worker", "decode_worker", "statestore")
@@ -188,15 +188,15 @@ def report(rank: int, failure: str = "", nbytes: int = 10) -> Any:
 def test_a_handoff_rank_by_rank() -> None:
     board = Board()
     one = board.begin("cmpl-1", "publish", 100)
-    one.go(2)
-    one.reported([report(1)])
+    one.go("publish", 2)
+    one.reported("publish", [report(1)])
     (message,) = board.messages()
     assert message.state == "writing"
     assert [(rank.rank, rank.state, rank.bytes) for rank in message.ranks] == [
         (0, "busy", 0),
         (1, "done", 10),
     ]
-    one.reported([report(0, "store_full", 0)])
+    one.reported("publish", [report(0, "store_full", 0)])
     one.end("store_full")
     one.end("committed")
     (message,) = board.messages()
@@ -205,28 +205,33 @@ def test_a_handoff_rank_by_rank() -> None:
     assert message.took > 0
 
 
-def test_what_a_job_does_after_its_handoff_is_not_the_handoff_s() -> None:
-    """A decode worker writes a checkpoint of the answer for a request whose load has long ended."""
+@pytest.mark.parametrize("stage", ["publish", "load"])
+def test_a_job_of_the_other_kind_is_not_the_handoff_s(stage: Stage) -> None:
+    """A prefill may begin with the load of a checkpoint; the answer after a load may be written as one."""
+    other: Stage = "load" if stage == "publish" else "publish"
     board = Board()
-    one = board.begin("cmpl-1", "load", 100)
-    one.go(1)
-    one.reported([report(0)])
-    (before,) = board.messages()
-    assert before.state == "reading"
-    one.end("loaded")
-    one.go(1)
-    one.reported([report(0, "store_full")])
+    one = board.begin("cmpl-1", stage, 100)
+    one.go(other, 1)
+    one.reported(other, [report(0, "missing", 500)])
+    assert [message.state for message in board.messages()] == ["waiting"]
+    one.go(stage, 1)
+    one.go(other, 1)
+    one.reported(stage, [report(0)])
+    one.end("committed" if stage == "publish" else "loaded")
+    one.reported(other, [report(0, "store_full")])
     (message,) = board.messages()
-    assert (message.state, message.outcome) == ("loaded", "loaded")
+    assert message.state == message.outcome == one.outcome
     assert [(rank.state, rank.bytes, rank.failure) for rank in message.ranks] == [("done", 10, "")]
+    one.reported(stage, [report(0, "store_full")])  # the control: of its own kind it would be told
+    assert [rank.failure for rank in board.messages()[0].ranks] == ["store_full"]
 
 
 def test_a_report_that_is_late_is_still_told() -> None:
     board = Board()
     one = board.begin("cmpl-1", "load", 100)
-    one.go(1)
+    one.go("load", 1)
     one.end("aborted")
-    one.reported([report(0)])
+    one.reported("load", [report(0)])
     (message,) = board.messages()
     assert [(rank.state, rank.bytes) for rank in message.ranks] == [("done", 10)]
 

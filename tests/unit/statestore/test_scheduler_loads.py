@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from statestore.boundary import Epoch
+from statestore.connector.events import watch
 from statestore.connector.intents import (
     Intents,
     LoadIntent,
@@ -198,3 +199,30 @@ def test_intents_that_cannot_be_meant(intent: dict[str, Any], named: str) -> Non
         PublishIntent(Epoch(7, 1), **intent)
     with pytest.raises(ValueError, match="records"):
         LoadIntent(())
+
+
+def test_who_looks_on_hears_of_what_kind_a_job_is(half: Half) -> None:
+    """A prefill that begins with a checkpoint and publishes the rest: one request, jobs of both kinds."""
+    seen: list[tuple[Any, ...]] = []
+    watch(half.worker, lambda *event: seen.append(event))
+    try:
+        request = half.load("r", 40, publish=PublishIntent(Epoch(7, 1), 50, "segment"))
+        half.tables["r"] = ([0, 0, 7, 8], [4, 5, 6, 9])
+        half.half.matched(request, 0)
+        half.half.allocated(request, half.tables["r"], 40)
+        assert len(half.step().load) == 1
+        half.loaded("r", 0, 1)
+        request.num_computed_tokens = 40
+        assert len(half.step(r=10).publish) == 1
+        half.written("r", 0)
+        half.written("r", 1)
+    finally:
+        watch(half.worker, None)
+    told = [(name, kind, [r.rank for r in of] if name == "reported" else of) for name, _, kind, of in seen]
+    assert told == [
+        ("sent", "load", 2),
+        ("reported", "load", [0, 1]),
+        ("sent", "publish", 2),
+        ("reported", "publish", [0]),
+        ("reported", "publish", [1]),
+    ]
