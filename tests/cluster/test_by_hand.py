@@ -81,7 +81,8 @@ def test_roles_by_hand_on_two_addresses(start: Start, tmp_path: Path) -> None:
           f"--initial-cluster=a=http://{A}:{peer}")  # fmt: skip
     start("master", str(master), f"--rpc_address={A}", f"--rpc_port={rpc}", f"--metrics_host={A}",
           f"--metrics_port={metrics}", "--enable_http_metadata_server=false", "--default_kv_lease_ttl=1000",
-          "--client_ttl=5", "--put_start_release_timeout_sec=180", "--logtostderr")  # fmt: skip
+          "--client_ttl=5", "--put_start_release_timeout_sec=180", "--eviction_ratio=0",
+          "--eviction_high_watermark_ratio=1", "--logtostderr")  # fmt: skip
     role = [sys.executable, "-m", "deltaserve"]
     common = ["--model", str(DEMO), "--etcd-endpoints", f"{A}:{client}"]
     store = ["--store-master", f"{A}:{rpc}", "--store-hostname"]

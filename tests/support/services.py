@@ -255,6 +255,8 @@ def _master_command(port: int) -> list[str]:
         f"--metrics_port={free_port()}",
         "--default_kv_lease_ttl=1000",
         "--client_ttl=5",
+        "--eviction_ratio=0",
+        "--eviction_high_watermark_ratio=1",
         "--logtostderr",
     ]
 

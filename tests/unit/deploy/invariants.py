@@ -109,6 +109,9 @@ def patience_of_the_store(objects: list[Object]) -> Iterator[str]:
         for argument in master.container["args"]
         if argument.startswith("--put_start_release_timeout_sec=")
     )
+    for master in workloads(objects, "master"):
+        if not {"--eviction_ratio=0", "--eviction_high_watermark_ratio=1"} <= set(master.container["args"]):
+            yield f"{master.name}: tries to evict what is pinned, and then does not take room back"
     for workload in deltaserves(objects):
         config = config_of(workload)
         if workload.component != "router" and config.longest_put > release:

@@ -27,6 +27,7 @@ BROKEN = [
     (POOLS, "{name: MC_STORE_CLUSTER_ID", "{name: MC_STORE_CLUSTER", "do not go together"),
     (POOLS, '"deltaserve.etcd.env" (list $root $pool.role)', '"deltaserve.etcd.env" (list $root "worker")', "is no option"),
     ("values.yaml", "putReleaseSeconds: 180", "putReleaseSeconds: 120", "may write for 180 s, the masters take room back after 120"),
+    (MASTER, "--eviction_ratio=0", "--eviction_ratio=0.05", "tries to evict what is pinned"),
     (POD, "enableServiceLinks: false", "enableServiceLinks: true", "service links"),
     # life of a pod
     (POOLS, "path: /ready", "path: /alive", "alive and ready are the same question"),

@@ -72,6 +72,7 @@ def test_the_master_keeps_what_a_writer_began_as_long_as_it_may_write(
     )
     assert int(told) == seconds
     assert all(worker(spec).longest_put <= seconds for spec in specs[2:-1])
+    assert {"--eviction_ratio=0", "--eviction_high_watermark_ratio=1"} < set(specs[1].argv)
 
 
 def test_everything_but_the_endpoint_stays_on_loopback() -> None:
