@@ -34,6 +34,10 @@ class Answer:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    gaps: tuple[float, ...] = ()
+    """Distance of the two likeliest tokens at every position, nats; empty where nobody asked for it."""
+    noise: tuple[float, float] = (0.0, 0.0)
+    """What rounding moved when the same engine answered again: a log-prob, a gap (deltaserve.verify.rounding)."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,16 @@ class Difference:
     """Position of the first token that differs, also where one answer is shorter; None: all are equal."""
     logprob: float
     """Largest difference of log-probs before the first token that differs, nats; infinite for a NaN."""
+    gap: float | None = None
+    """The expected answer's distance of its two likeliest tokens where the first token differs; None: unknown."""
 
     def within(self, tolerance: float) -> bool:
         """Equal tokens, and log-probs at most `tolerance` apart."""
         return self.tokens_equal and self.logprob <= tolerance
+
+    def excused(self, tolerance: float, gap: float) -> bool:
+        """Another token, where the two likeliest are at most `gap` apart, and equal before it."""
+        return self.gap is not None and self.gap <= gap and self.logprob <= tolerance
 
 
 def compare(expected: Answer, found: Answer) -> Difference:
@@ -62,9 +72,10 @@ def compare(expected: Answer, found: Answer) -> Difference:
     compared = len(expected.tokens) if first is None else first
     largest = 0.0
     for a, b in zip(expected.logprobs[:compared], found.logprobs[:compared], strict=True):
-        gap = 0.0 if a == b else abs(a - b)
-        largest = math.inf if math.isnan(gap) else max(largest, gap)
-    return Difference(first is None, first, largest)
+        apart = 0.0 if a == b else abs(a - b)
+        largest = math.inf if math.isnan(apart) else max(largest, apart)
+    gap = None if first is None or first >= len(expected.gaps) else expected.gaps[first]
+    return Difference(first is None, first, largest, gap)
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

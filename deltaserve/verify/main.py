@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,9 +25,9 @@ from deltaserve.config import VerifyConfig
 from deltaserve.model_check import ModelError, require_servable
 from deltaserve.up import Cluster, ClusterError
 from deltaserve.up.display import Lines
-from deltaserve.verify import layouts, reference, report
+from deltaserve.verify import layouts, reference, report, rounding
 from deltaserve.verify.client import Endpoint, EndpointError
-from deltaserve.verify.compare import NEED_ANOTHER
+from deltaserve.verify.compare import NEED_ANOTHER, Difference
 from deltaserve.verify.judge import Judge, Judgement
 from deltaserve.verify.prompts import Group, PromptError, make_groups
 from deltaserve.verify.runner import run_pass
@@ -86,16 +87,27 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
     if config.json_file is not None:
         report.require_writable(config.json_file)
     require_servable(config.model)
-    groups = _groups(config)
     engine = reference.engine_config(config)
+    groups = _groups(config, greedy_only=reference.rounds(engine))
     expected = reference.answers(engine, groups, _cache(), say)
     placements = ["handover"] if config.damage != "none" else list(config.placements)
-    judge = Judge(config.damage, config.tolerance)
+    tolerance, gap = config.tolerance, None
+    excuse: Callable[[Difference], bool] | None = None
+    if reference.rounds(engine):
+        noise = rounding.of_answers(expected)
+        tolerance, gap = noise.tolerance(config.tolerance), noise.gap
+        say(
+            f"rounding: the engine's own batches move log-probs by up to {noise.logprob:.1e} and the distance of the "
+            f"two likeliest tokens by up to {noise.gap:.1e}"
+        )
+        if config.damage == "none":
+            excuse = partial(Difference.excused, tolerance=tolerance, gap=gap)
+    judge = Judge(config.damage, tolerance, gap)
     with _endpoint(config, say) as endpoint:
         say(report.header())
         for placement in placements:
-            for outcome in run_pass(endpoint, groups, expected, placement):
-                say(report.line(outcome, judge.take(outcome), config.tolerance))
+            for outcome in run_pass(endpoint, groups, expected, placement, excuse):
+                say(report.line(outcome, judge.take(outcome), tolerance, gap))
     judgement = judge.close()
     for text in report.summary(judgement):
         say(text)
@@ -130,11 +142,18 @@ def _settled(config: VerifyConfig) -> VerifyConfig:
     return config.model_copy(update=changes)
 
 
-def _groups(config: VerifyConfig) -> list[Group]:
+def _groups(config: VerifyConfig, greedy_only: bool) -> list[Group]:
     # Where states are exchanged, no two requests in a row may have the same prompt: their states would be equal.
     # (Those that are sent at once have different prompts.)
     seeded = not config.quick and config.damage not in NEED_ANOTHER
-    groups = make_groups(config.model, config.lengths, config.concurrency, config.max_tokens, seeded)
+    groups = make_groups(
+        config.model,
+        config.lengths,
+        config.concurrency,
+        config.max_tokens,
+        seeded and not greedy_only,
+        greedy_only,
+    )
     if not groups:
         raise OptionsDoNotFit("lengths: empty, and --concurrency 1 adds none; give at least one length")
     longest = max(case.length for group in groups for case in group.cases)

@@ -81,9 +81,15 @@ class _Witness:
 
 
 def make_groups(
-    model: Path, lengths: Sequence[int], at_once: int, max_tokens: int, seeded: bool = True
+    model: Path,
+    lengths: Sequence[int],
+    at_once: int,
+    max_tokens: int,
+    seeded: bool = True,
+    greedy_only: bool = False,
 ) -> list[Group]:
-    """Every length alone, greedy and (with `seeded`) sampled; then `at_once` different lengths together, of both kinds.
+    """Every length alone, greedy and (with `seeded`) sampled; then `at_once` different lengths together, of both kinds
+    unless `greedy_only`: where answers can only be compared by likelihood, a sampled token proves nothing.
 
     What is made of a length does not depend on the other lengths, so that shorter lists are parts of longer ones.
 
@@ -100,7 +106,8 @@ def make_groups(
     for index, length in enumerate(spread(at_once)):
         prompt, name = maker.make(length, length + 1), f"{length} at once"
         greedy = Case(name, prompt, max_tokens=max_tokens)
-        batch.append(_sampled(name, prompt, max_tokens) if index % 2 else greedy)
+        mixed = index % 2 and not greedy_only
+        batch.append(_sampled(name, prompt, max_tokens) if mixed else greedy)
     if len(batch) > 1:
         groups.append(Group(tuple(batch)))
     return groups

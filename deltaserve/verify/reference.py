@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from deltaserve.config import ClusterConfig, WorkerConfig
 from deltaserve.engine.arguments import engine_args, resolved_dtype, set_environment
 from deltaserve.engine.digest import model_digest
 from deltaserve.up.caches import kernel_caches
+from deltaserve.verify import rounding
 from deltaserve.verify.client import sampling_fields
 from deltaserve.verify.compare import Answer
 from deltaserve.verify.prompts import Case, Group, Prompt
@@ -56,6 +57,11 @@ def engine_config(cluster: ClusterConfig) -> WorkerConfig:
     shared = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
     fields: dict[str, Any] = {name: getattr(cluster, name) for name in shared}
     return WorkerConfig(role="decode", kv_cache_bytes=cluster.kv_cache_bytes, **fields)
+
+
+def rounds(config: WorkerConfig) -> bool:
+    """Whether the engine's arithmetic is so narrow that its own batches change its answers."""
+    return resolved_dtype(config) != "float32"
 
 
 def answers(
@@ -155,7 +161,10 @@ def _digest(document: object) -> str:
 
 
 def _answer(item: dict[str, Any]) -> Answer:
-    return Answer(tuple(item["tokens"]), tuple(item["logprobs"]))
+    noise = item.get("noise") or (0.0, 0.0)
+    return Answer(
+        tuple(item["tokens"]), tuple(item["logprobs"]), tuple(item.get("gaps") or ()), (noise[0], noise[1])
+    )
 
 
 # ---- the process
@@ -221,35 +230,64 @@ def _child(job: Path, result: Path) -> None:
     from vllm import LLM, SamplingParams
 
     engine = LLM(**engine_args(config, None))
-    found = []
-    for number, group in enumerate(document["groups"]):
-        cases = [_case(item) for item in group]
-        # A salt of its own keeps a request from another's prefix: every answer is computed from nothing.
+    groups = [[_case(item) for item in group] for group in document["groups"]]
+
+    def ask(cases: Sequence[Case], salts: Sequence[str]) -> list[Answer]:
         prompts = [
-            {"prompt_token_ids": list(case.prompt.tokens), "cache_salt": f"{number}-{index}"}
-            for index, case in enumerate(cases)
+            {"prompt_token_ids": list(case.prompt.tokens), "cache_salt": salt}
+            for case, salt in zip(cases, salts, strict=True)
         ]
         params = [
             SamplingParams(
                 max_tokens=case.max_tokens,
                 ignore_eos=True,
-                logprobs=1,
+                logprobs=2,
                 detokenize=False,
                 **sampling_fields(case),
             )
             for case in cases
         ]
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        found.append([_chosen(output.outputs[0]) for output in outputs])
+        return [_chosen(output.outputs[0]) for output in outputs]
+
+    # A salt of its own keeps a request from another's prefix: every answer is computed from nothing.
+    salts = [[f"{number}-{index}" for index in range(len(group))] for number, group in enumerate(groups)]
+    found = [ask(group, own) for group, own in zip(groups, salts, strict=True)]
+    if rounds(config):
+        found = _with_noise(ask, groups, salts, found)
     part = result.with_suffix(".part")
-    part.write_text(json.dumps(found))
+    part.write_text(json.dumps([[asdict(answer) for answer in group] for group in found]))
     part.replace(result)
 
 
-def _chosen(completion: Any) -> dict[str, list[Any]]:
-    tokens = [int(token) for token in completion.token_ids]
-    steps = zip(completion.logprobs, tokens, strict=True)
-    return {"tokens": tokens, "logprobs": [float(step[token].logprob) for step, token in steps]}
+def _with_noise(
+    ask: Callable[[Sequence[Case], Sequence[str]], list[Answer]],
+    groups: Sequence[Sequence[Case]],
+    salts: Sequence[Sequence[str]],
+    found: Sequence[Sequence[Answer]],
+) -> list[list[Answer]]:
+    """The same answers with the noise of each: what they became from a cached prefix, and all at once."""
+    again = [ask(group, own) for group, own in zip(groups, salts, strict=True)]
+    flat = [case for group in groups for case in group]
+    at_once = iter(ask(flat, [f"at-once-{index}" for index in range(len(flat))]))
+    measured = []
+    for group, firsts, others in zip(groups, found, again, strict=True):
+        answers = []
+        for case, first, other in zip(group, firsts, others, strict=True):
+            noise = rounding.largest([rounding.between(first, other), rounding.between(first, next(at_once))])
+            kept = (0.0, 0.0) if case.temperature else (noise.logprob, noise.gap)
+            answers.append(replace(first, noise=kept))
+        measured.append(answers)
+    return measured
+
+
+def _chosen(completion: Any) -> Answer:
+    tokens = tuple(int(token) for token in completion.token_ids)
+    steps = list(zip(completion.logprobs, tokens, strict=True))
+    chosen = tuple(float(step[token].logprob) for step, token in steps)
+    # The sampled token comes beside the two likeliest, so there may be three.
+    best = [sorted((float(one.logprob) for one in step.values()), reverse=True) for step, _ in steps]
+    return Answer(tokens, chosen, tuple(first - second for first, second, *_ in best))
 
 
 if __name__ == "__main__":

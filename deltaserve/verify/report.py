@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaserve.verify.compare import Outcome
-from deltaserve.verify.judge import Judgement
+from deltaserve.verify.judge import Judgement, is_excused
 
 _COLUMNS = f"{'request':>18}  {'placement':9}  {'store':>6}  {'local':>6}  {'computed':>8}  {'|dlogprob|':>10}  result"
 
@@ -23,10 +23,12 @@ def header() -> str:
     return _COLUMNS
 
 
-def line(outcome: Outcome, problem: str, tolerance: float) -> str:
+def line(outcome: Outcome, problem: str, tolerance: float, gap: float | None = None) -> str:
     """One request: what came from where, the largest difference of log-probs, and what is wrong with it."""
     difference = outcome.difference
-    if not difference.tokens_equal:
+    if is_excused(outcome, tolerance, gap):
+        result = f"token {difference.first_token} is rounding's (gap {difference.gap:.1e})"
+    elif not difference.tokens_equal:
         result = f"DIFFERENT from token {difference.first_token}"
     elif not difference.within(tolerance):
         result = "DIFFERENT log-probs"
@@ -90,6 +92,7 @@ def document(judgement: Judgement, facts: dict[str, Any]) -> dict[str, Any]:
         "requests": len(outcomes),
         "different": sum(not outcome.difference.within(judgement.tolerance) for outcome in outcomes),
         "from_store": sum(outcome.from_store for outcome in outcomes),
+        "excused": judgement.excused,
         "damaged": judgement.damaged,
         "found": judgement.found,
         "max_logprob_difference": _number(largest(outcomes)),
@@ -108,6 +111,7 @@ def document(judgement: Judgement, facts: dict[str, Any]) -> dict[str, Any]:
                 "tokens_equal": outcome.difference.tokens_equal,
                 "first_different_token": outcome.difference.first_token,
                 "max_logprob_difference": _number(outcome.difference.logprob),
+                "reference_gap": outcome.difference.gap,
                 "equal": outcome.difference.within(judgement.tolerance),
                 "recalled": outcome.recalled,
                 "problem": problem,

@@ -4,24 +4,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 
 from deltaserve.verify.client import Endpoint
-from deltaserve.verify.compare import Answer, Outcome, compare
-from deltaserve.verify.prompts import Group
+from deltaserve.verify.compare import Answer, Difference, Outcome, compare
+from deltaserve.verify.prompts import Group, Prompt
 
 _runs = count(1)
 
 
 def run_pass(
-    endpoint: Endpoint, groups: Sequence[Group], references: Sequence[Sequence[Answer]], placement: str
+    endpoint: Endpoint,
+    groups: Sequence[Group],
+    references: Sequence[Sequence[Answer]],
+    placement: str,
+    excuse: Callable[[Difference], bool] | None = None,
 ) -> Iterator[Outcome]:
     """Send every group under one placement, one group after another.
 
     Under handover every request has a cache salt of its own: no worker has seen its prefix, so all of it must be handed
     over. Under auto nothing is salted, so the workers' prefix caches (with restored states in them) serve as well; what
     they hold from an earlier run may have been restored too, and must give the same answers.
+
+    `excuse` says whether another token is rounding's: what follows it is asked for again then, and compared too.
 
     Raises EndpointError of the first request that failed.
     """
@@ -33,4 +40,32 @@ def run_pass(
             recalled = None
             if case.prompt.answer is not None and not case.temperature and reference.tokens:
                 recalled = reference.tokens[0] == case.prompt.answer
-            yield Outcome(case, placement, compare(reference, answer), trace, recalled)
+            outcome = Outcome(case, placement, compare(reference, answer), trace, recalled)
+            yield outcome
+            if excuse is not None and not case.temperature:
+                yield from _rest(endpoint, outcome, reference, salt, excuse)
+
+
+def _rest(
+    endpoint: Endpoint,
+    outcome: Outcome,
+    reference: Answer,
+    salt: str,
+    excuse: Callable[[Difference], bool],
+) -> Iterator[Outcome]:
+    """What follows an excused token, asked for again after the reference's own, until nothing is left."""
+    asked, done = outcome.case, 0
+    while (first := outcome.difference.first_token) is not None and excuse(outcome.difference):
+        done += first + 1
+        if done >= len(reference.tokens):
+            return
+        case = replace(
+            asked,
+            name=f"{asked.name} +{done}",
+            prompt=Prompt(asked.prompt.tokens + reference.tokens[:done]),
+            max_tokens=len(reference.tokens) - done,
+        )
+        expected = Answer(reference.tokens[done:], reference.logprobs[done:], reference.gaps[done:])
+        answer, trace = endpoint.complete(case, outcome.placement, f"{salt}-{case.name}" if salt else "")
+        outcome = Outcome(case, outcome.placement, compare(expected, answer), trace, None)
+        yield outcome

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rounding alone may change, where arithmetic is narrow: measured on the reference, before a cluster is judged.
+
+Sums of bfloat16 products depend on how a batch is cut: an engine that computes a prompt at once and the same engine
+that goes on from a cached part of it, alone or beside others, give log-probs that differ, and where two tokens are
+nearly as likely, another token. So the aggregated engine answers every greedy request three times: alone; once more,
+going on from its own prefix cache; and all requests at once. What moves between these is its noise:
+
+logprob   the largest change of a chosen token's log-prob
+gap       the largest change of the distance between the two likeliest tokens; where another token was chosen, the sum
+          of both distances, because that is how far the two have moved
+
+A cluster's token that differs is excused where the reference's own gap is at most `gap`, and every such token is
+counted. The rest of that answer is compared all the same: it is asked for again after the reference's token. Log-probs
+may differ by twice `logprob`: the cluster is a further draw of the same noise.
+
+In float32 none of this applies: tokens must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from deltaserve.verify.compare import Answer, compare
+
+LOGPROB_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What an engine's own batches change, nats."""
+
+    logprob: float = 0.0
+    gap: float = 0.0
+
+    def tolerance(self, configured: float) -> float:
+        """Largest difference of log-probs that is no difference."""
+        return max(configured, LOGPROB_FACTOR * self.logprob)
+
+
+def between(first: Answer, other: Answer) -> Noise:
+    """Noise of two answers of one engine to one request, up to where they choose different tokens."""
+    difference = compare(first, other)
+    compared = len(first.tokens) if difference.first_token is None else difference.first_token
+    gaps = [abs(a - b) for a, b in zip(first.gaps[:compared], other.gaps[:compared], strict=True)]
+    if difference.first_token is not None and difference.first_token < len(first.gaps):
+        gaps.append(first.gaps[difference.first_token] + other.gaps[difference.first_token])
+    return Noise(difference.logprob, max(gaps, default=0.0))
+
+
+def largest(noises: Iterable[Noise]) -> Noise:
+    """The largest of each kind."""
+    found = list(noises)
+    return Noise(
+        max((noise.logprob for noise in found), default=0.0), max((noise.gap for noise in found), default=0.0)
+    )
+
+
+def of_answers(groups: Sequence[Sequence[Answer]]) -> Noise:
+    """The noise that has been measured with the reference's answers."""
+    return largest(Noise(*answer.noise) for group in groups for answer in group)
