@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -138,14 +137,12 @@ class Simulator:
         start: tuple[int, int],
         gpus: int = 1,
         most_violations: int | None = None,
-        most_hours: float = math.inf,
     ) -> None:
         """`start`: replicas of prefill and decode that are ready at second 0.
 
-        The run ends early after more than `most_violations` requests missed a limit, or `most_hours` GPU-hours.
+        The run ends early after more than `most_violations` requests missed a limit.
         """
         self._most_violations = len(trace.arrivals) if most_violations is None else most_violations
-        self._most_seconds = most_hours * 3600.0 / gpus
         self._violations = 0
         self._trace, self._worker, self._slo, self._policy, self._gpus = trace, worker, slo, policy, gpus
         self._prefills = [_Prefill(0.0) for _ in range(start[0])]
@@ -158,9 +155,7 @@ class Simulator:
         self._first = [0.0] * number
         self._end = [0.0] * number
         self._cost = 0.0
-        """Replica-seconds of the replicas that have ended ..."""
-        self._spent = 0.0
-        """... and of all, as of the last decision."""
+        """Replica-seconds of the replicas that have ended."""
         self._now = 0.0
         self._left = number
         self._ttfts: list[float] = []
@@ -188,7 +183,7 @@ class Simulator:
         return self._result()
 
     def _over(self) -> bool:
-        return self._violations > self._most_violations or self._spent > self._most_seconds
+        return self._violations > self._most_violations
 
     def _result(self) -> Result:
         if self._left:
@@ -321,7 +316,6 @@ class Simulator:
         self._resize(now, self._prefills, wanted[0], _Prefill)
         self._resize(now, self._decodes, wanted[1], _Decode)
         self._sizes.append((now, len(self._prefills), len(self._decodes)))
-        self._spent = self._cost + sum(now - w.created for w in (*self._prefills, *self._decodes))
         self._at(now + INTERVAL, self._decide)
 
     def _resize(
