@@ -101,6 +101,8 @@ def set_environment(config: WorkerConfig) -> None:
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
+        # An answer from logits that are not numbers must end as an error, so they are counted.
+        "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
         # glibc gives every thread an arena; with Mooncake's threads that alone costs hundreds of MB.
         "MALLOC_ARENA_MAX": "4",
     }

@@ -132,6 +132,9 @@ class WorkerService(WorkerServicer):
                 job = self._jobs.get(output.request_id)
                 if job is None or job.ended:
                     continue
+                if output.num_nans_in_logits:
+                    self._not_numbers(job, output.num_nans_in_logits)
+                    continue
                 self._role.on_output(job, output)
                 job.answered = True
                 if not job.silent:
@@ -142,6 +145,14 @@ class WorkerService(WorkerServicer):
         WORKER.stepped(tokens)
         for stream, outputs in per_stream.items():
             stream.send(pb.FromWorker(step=codec.encode_step(outputs)))
+
+    def _not_numbers(self, job: Job, count: int) -> None:
+        """End a job whose logits are not numbers: sampling gives some token even so, and the client would not know.
+        vLLM counts them when VLLM_COMPUTE_NANS_IN_LOGITS is set (deltaserve.engine.arguments)."""
+        assert self._host is not None
+        WORKER.not_finite()
+        self._host.abort([job.key])
+        self.fail(job, f"{count} of its logits are not numbers: a kernel or its state is damaged")
 
     # ---- the life of a job
 

@@ -189,6 +189,9 @@ class WorkerMetrics:
         self._routers = gauge("deltaserve_worker_router_streams", "routers whose stream is open")
         self._steps = counter("deltaserve_worker_steps_total", "engine steps that produced something")
         self._tokens = counter("deltaserve_worker_tokens_total", "tokens generated and sent to routers")
+        self._not_finite = counter(
+            "deltaserve_worker_not_finite_total", "requests that ended because logits were not numbers"
+        )
         for state in ("running", "waiting"):
             self._requests.labels(state)
 
@@ -216,6 +219,10 @@ class WorkerMetrics:
         """An engine step has brought so many tokens for routers."""
         self._steps.inc()
         self._tokens.inc(tokens)
+
+    def not_finite(self) -> None:
+        """A request ended because its logits were not numbers."""
+        self._not_finite.inc()
 
 
 def _makers(registry: CollectorRegistry) -> tuple[Callable[..., Counter], Callable[..., Gauge]]:

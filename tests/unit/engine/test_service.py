@@ -188,6 +188,28 @@ async def test_refusals_end_one_request_with_an_error() -> None:
         call.cancel()
 
 
+async def test_logits_that_are_no_numbers_end_one_request_with_an_error() -> None:
+    async with rig() as r:
+        r.attach()
+        call = r.stub.Engine()
+        for leg in (1, 2):
+            await call.write(add(leg, [leg]))
+        await r.added(2)
+        outputs = [EngineCoreOutput(request.request_id, [7]) for request in r.host.added]
+        outputs[0].num_nans_in_logits = 3
+        bad = r.host.added[0].request_id
+        r.service.on_step([EngineCoreOutputs(outputs=outputs)])
+        ended, went_on = await next_step(call), await next_step(call)
+        assert list(ended.finish) == [1 + int(FinishReason.ERROR)]
+        assert (list(ended.tokens), list(went_on.tokens)) == ([], [7]), (
+            "the token that was sampled is not sent"
+        )
+        assert r.host.aborted == [bad]
+        assert "not numbers" in r.role.ended[0][1]
+        assert r.service.job_count == 1
+        call.cancel()
+
+
 async def test_an_abort_reaches_the_engine_and_ends_the_job() -> None:
     async with rig() as r:
         r.attach()
