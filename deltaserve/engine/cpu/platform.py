@@ -64,8 +64,8 @@ class HybridCpuPlatform(CpuPlatform):
         super().register_triton_kernel_overrides()
         from vllm.triton_utils.dispatcher import register_kernels
 
-        from deltaserve.engine.cpu import state_copies
+        from deltaserve.engine.cpu import draft_sampling, state_copies
         from deltaserve.engine.cpu.mla_backend import compute_slot_mapping
 
         slot_mapping = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": compute_slot_mapping}
-        register_kernels(slot_mapping | state_copies.OVERRIDES)
+        register_kernels(slot_mapping | state_copies.OVERRIDES | draft_sampling.OVERRIDES)
