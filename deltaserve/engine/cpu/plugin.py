@@ -33,7 +33,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Register the model classes and let ranks wait asleep; called by vLLM in every process it starts."""
+    """Register the model classes, install what no model class does; called by vLLM in every process it starts."""
     from deltaserve.engine import resume
 
     resume.install()
@@ -46,8 +46,9 @@ def register() -> None:
     require_supported_version()
     from vllm import ModelRegistry
 
-    from deltaserve.engine.cpu import waiting
+    from deltaserve.engine.cpu import partial_hits, waiting
 
     waiting.install()
+    partial_hits.install()
     for architecture, model in _MODELS.items():
         ModelRegistry.register_model(architecture, model)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask one real engine every prompt twice, the second time from a prefix that ends inside a block; then without the fix.
 
+And one prompt twice at once, after a shorter one that it continues: each of the two gets a copy of the block in which
+the shorter one ends.
+
 A process of its own (``python -m tests.unit.engine_cpu.block_copy_probe MODEL TP DRAFT``): an engine leaves its
 settings in the process that it ran in. Prints one line of JSON: the block size, and for each round and prompt
 [tokens, log-probs, cached tokens].
@@ -16,6 +19,10 @@ from typing import Any
 
 LENGTHS = (60, 100, 130, 250, 260)
 """Prompt tokens. Hits come in units of 16 (one less with a draft), and most of these end inside a block of 128."""
+
+
+TOGETHER, HISTORY = 400, 232
+"""Prompt tokens: of the prompt asked twice at once, and of what was asked before."""
 
 
 def use_vllms_copies(worker: Any) -> None:
@@ -35,6 +42,7 @@ def main() -> None:
         TORCHDYNAMO_DISABLE="1",
     )
     from vllm import LLM, SamplingParams
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
     from deltaserve.verify.prompts import PromptMaker
 
@@ -67,16 +75,31 @@ def main() -> None:
     ]
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 
-    def run() -> list[tuple[list[int], list[float], int]]:
+    def at_once(asked: list[Any]) -> list[tuple[list[int], list[float], int]]:
         answers = []
-        for prompt in prompts:
-            output = llm.generate([prompt], sampling, use_tqdm=False)[0]
+        for output in llm.generate(asked, sampling, use_tqdm=False):
             tokens, chosen = list(output.outputs[0].token_ids), output.outputs[0].logprobs
             logprobs = [chosen[i][token].logprob for i, token in enumerate(tokens)]
             answers.append((tokens, logprobs, output.num_cached_tokens))
         return answers
 
+    def run() -> list[tuple[list[int], list[float], int]]:
+        return [answer for prompt in prompts for answer in at_once([prompt])]
+
+    def together(salt: str) -> list[tuple[list[int], list[float], int]]:
+        tokens = list(maker.make(TOGETHER).tokens)
+        at_once([{"prompt_token_ids": tokens[:HISTORY], "cache_salt": salt}])
+        return at_once([{"prompt_token_ids": tokens, "cache_salt": salt}] * 2)
+
     rounds = {"fresh": run(), "repeated": run()}
+    rounds["alone"] = at_once(
+        [{"prompt_token_ids": list(maker.make(TOGETHER).tokens), "cache_salt": "alone"}]
+    )
+    rounds["together"] = together("together")
+    waiting = FullAttentionManager.get_num_blocks_to_allocate
+    FullAttentionManager.get_num_blocks_to_allocate = waiting.__wrapped__
+    rounds["control_together"] = together("control")
+    FullAttentionManager.get_num_blocks_to_allocate = waiting
     llm.collective_rpc(use_vllms_copies)
     llm.reset_prefix_cache()
     rounds["control_fresh"] = run()

@@ -27,7 +27,7 @@ Round = list[tuple[list[int], list[float], int]]
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["plain", "draft"])
 def probe(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Four rounds of one engine of two ranks, without and with a draft of the MTP head.
+    """Rounds of one engine of two ranks, without and with a draft of the MTP head.
 
     On two ranks a rank's recurrent state takes half a page, so that what vLLM leaves out is within reach of a hit.
     """
@@ -68,3 +68,17 @@ def test_control_with_vllms_copies_alone_the_answer_changes(probe: dict[str, Any
     changed = moved(rounds["control_fresh"], rounds["control_repeated"])
     inside = [change for change, hit in zip(changed, hits, strict=True) if hit % block]
     assert max(inside) > 1e-2
+
+
+def test_two_requests_that_continue_a_history_at_once_are_answered_alike(probe: dict[str, Any]) -> None:
+    rounds, block = probe["rounds"], probe["block_size"]
+    hits = [hit for _, _, hit in rounds["together"]]
+    assert hits[0] % block > 0, f"hits {hits} in blocks of {block}"
+    assert min(hits) > 0
+    assert max(moved(rounds["alone"] * 2, rounds["together"])) < 1e-3
+
+
+def test_control_without_waiting_the_second_gets_a_copy_of_nothing(probe: dict[str, Any]) -> None:
+    changed = moved(probe["rounds"]["alone"] * 2, probe["rounds"]["control_together"])
+    assert changed[0] < 1e-3
+    assert changed[1] > 5e-3
