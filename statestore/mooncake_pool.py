@@ -52,7 +52,7 @@ from statestore.pool import (
     Reservation,
     SizeMismatch,
 )
-from statestore.staging import Staging
+from statestore.staging import Pin, Staging
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class MooncakePool(Pool):
         *,
         lend: bool = True,
         staging_bytes: int = 64 << 20,
-        pin: Callable[[Bytes], None] | None = None,
+        pin: Pin | None = None,
     ) -> None:
         """Connects, within `StoreConfig.timeout` seconds. `lend=False`: lends the store no memory; `pin`: called with
         the staging memory when it is made.

@@ -29,6 +29,10 @@ _POLL = 0.02
 """Seconds between looks at slices that wait for a late call."""
 
 
+Pin = Callable[[Bytes], Callable[[], None]]
+"""Locks memory for a device's copies; what it returns undoes that."""
+
+
 @dataclass(frozen=True, eq=False)
 class Slice:
     """A piece of staging memory; `view` has exactly the bytes that were asked for."""
@@ -45,9 +49,7 @@ class Slice:
 class Staging:
     """See the module's description. Safe to use from several threads."""
 
-    def __init__(
-        self, pool: Pool, nbytes: int = 64 << 20, pin: Callable[[Bytes], None] | None = None
-    ) -> None:
+    def __init__(self, pool: Pool, nbytes: int = 64 << 20, pin: Pin | None = None) -> None:
         """Maps and registers `nbytes`, rounded up to pages; `pin` is called with them once, before. Raises what it and
         `Pool.register` raise."""
         if nbytes <= 0:
@@ -55,8 +57,7 @@ class Staging:
         self._pool = pool
         self.nbytes = _round_up(nbytes)
         self._memory = _map(self.nbytes)
-        if pin is not None:
-            pin(self._memory)
+        self._unpin = None if pin is None else pin(self._memory)
         pool.register(self._memory)
         self._free = [(0, self.nbytes)]
         self._waiting: deque[object] = deque()
@@ -123,6 +124,8 @@ class Staging:
             self._closed = True
             self._changed.notify_all()
         self._pool.unregister(self._memory)
+        if self._unpin is not None:
+            self._unpin()
 
     # ---- inside
 

@@ -19,8 +19,8 @@ FELT_SHARE = 0.8
 nearly one state."""
 
 
-EXCUSED_SHARE = 0.005
-"""Of all tokens, so many may be excused as rounding's."""
+EXCUSED_SHARE = 0.02
+"""Of all tokens, so many may be excused as rounding's: with more there would be little left to compare."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -161,15 +161,20 @@ class DeviceCopies:
             stream.synchronize()
 
 
-def pin(memory: Bytes) -> None:
-    """Lock host memory for copies of the device's at full speed. Raises RuntimeError naming the limit that refused."""
+def pin(memory: Bytes) -> Callable[[], None]:
+    """Lock host memory for copies of the device's at full speed; returns what undoes it, before the memory goes.
+
+    Raises RuntimeError naming the limit that refused.
+    """
     runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    address = memory.ctypes.data
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
     if code != 0:
         raise RuntimeError(
             f"cudaHostRegister of {memory.nbytes} bytes of staging failed with code {code}; "
             "raise the limit of locked memory (ulimit -l), or lower max_model_len"
         )
+    return lambda: runtime.cudaHostUnregister(address)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -34,6 +34,9 @@ class _Anything:
     def register(self, buffer: Any) -> None:
         pass
 
+    def unregister(self, buffer: Any) -> None:
+        pass
+
     def busy(self, buffer: Any) -> bool:
         return False
 
@@ -51,13 +54,16 @@ def on_device(caches: RankCaches) -> tuple[torch.Tensor, CacheView]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("block_major", [False, True])
-def test_device_and_host_agree(layout: dict[str, Any], block_major: bool) -> None:
+def test_device_and_host_agree(
+    layout: dict[str, Any], block_major: bool, request: pytest.FixtureRequest
+) -> None:
     g = geometry(tp=4, dcp=2, interleave=8, head_v=4, **layout)
     world = World.random(g, LENGTH)
     full, empty = (RankCaches(g, blocks_for(g, LENGTH), block_major) for _ in range(2))
     tables = full.tables(LENGTH)
     full.lay_out(world, 3, tables)
     staging = Staging(_Anything(), 1 << 20, pin)  # type: ignore[arg-type]
+    request.addfinalizer(staging.close)
     mine = np.flatnonzero(owners(LENGTH, 2, 8) == 1)[::-1].copy()
     heads = staging.acquire(g.heads_per_rank * head_bytes(g), 1.0).view
     rows = staging.acquire(len(mine) * row_bytes(g), 1.0).view
