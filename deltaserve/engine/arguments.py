@@ -59,6 +59,9 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
     }
     if config.device == "cpu":
         args["enforce_eager"] = True
+    else:
+        # kv_cache_memory_bytes says all; by this share vLLM would only refuse a GPU that another worker uses as well.
+        args["gpu_memory_utilization"] = 0.01
     if config.reasoning_parser:
         args["reasoning_parser"] = config.reasoning_parser
     if config.dcp > 1:

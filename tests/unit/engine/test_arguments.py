@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltaserve.config import WorkerConfig
+from deltaserve.config import ClusterConfig, WorkerConfig
 from deltaserve.engine.arguments import connector_config, engine_args, set_environment
 from deltaserve.engine.digest import model_digest
 
@@ -37,6 +37,16 @@ def test_steps_of_a_prefill_end_where_checkpoints_may_lie() -> None:
     on_gpu = engine_args(WorkerConfig(role="prefill", checkpoint_tokens=256, device="cuda"), None)
     assert "long_prefill_token_threshold" not in on_gpu
     assert "max_num_scheduled_tokens" not in on_gpu
+
+
+def test_workers_may_share_a_gpu() -> None:
+    assert engine_args(WorkerConfig(device="cuda"), None)["gpu_memory_utilization"] < 0.1
+    assert "gpu_memory_utilization" not in engine_args(WorkerConfig(), None)
+    chosen = WorkerConfig(device="cuda", extra_args={"gpu_memory_utilization": 0.5})
+    assert engine_args(chosen, None)["gpu_memory_utilization"] == 0.5
+
+
+def test_roles_without_checkpoints_have_no_such_steps() -> None:
     for config in (
         WorkerConfig(role="decode"),
         WorkerConfig(role="prefill", checkpoint_tokens=0),
@@ -50,12 +60,57 @@ def test_further_arguments_win() -> None:
     assert engine_args(config, None)["max_num_seqs"] == 99
 
 
-def test_drafts_are_refused_where_they_would_change_answers() -> None:
-    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-    with pytest.raises(ValueError, match=r"extra_args\.speculative_config: on the CPU.*leave it out"):
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_that_give_the_same_tokens_are_taken(method: str) -> None:
+    drafts = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
+    assert engine_args(WorkerConfig(extra_args=drafts), None) == {
+        **engine_args(WorkerConfig(), None),
+        **drafts,
+    }
+
+
+def test_other_drafts_are_refused_on_the_cpu() -> None:
+    drafts = {"speculative_config": {"method": "eagle3", "model": "somewhere"}}
+    with pytest.raises(
+        ValueError, match=r"extra_args\.speculative_config: on the CPU.*eagle3.*use ngram or mtp"
+    ):
         WorkerConfig(extra_args=drafts)
+    with pytest.raises(ValueError, match="answers with unnamed drafts"):
+        WorkerConfig(extra_args={"speculative_config": "ngram"})
     assert WorkerConfig(device="cuda", extra_args=drafts).extra_args == drafts, "the control"
     assert WorkerConfig(extra_args={"speculative_config": None})
+
+
+def test_drafts_do_not_go_with_context_parallelism_on_the_cpu() -> None:
+    drafts = {"speculative_config": {"method": "ngram"}}
+    with pytest.raises(ValueError, match=r"extra_args\.speculative_config: on the CPU not with dcp 2"):
+        WorkerConfig(tp=2, dcp=2, extra_args=drafts)
+    assert WorkerConfig(tp=2, dcp=2).dcp == 2, "the control"
+    assert WorkerConfig(tp=2, extra_args=drafts).extra_args == drafts, "the control"
+
+
+def test_prefill_workers_run_the_drafts_layer_too() -> None:
+    mtp = {"method": "mtp", "model": "m", "num_speculative_tokens": 2}
+    cluster = ClusterConfig(
+        decode_options={"extra_args": {"speculative_config": mtp}},
+        prefill_options={"load_timeout": 5, "extra_args": {"max_num_seqs": 3}},
+    )
+    assert cluster.drafts == mtp
+    assert cluster.worker_options("decode") == cluster.decode_options
+    assert cluster.worker_options("prefill") == {
+        "load_timeout": 5,
+        "extra_args": {"max_num_seqs": 3, "speculative_config": mtp},
+    }
+    theirs = {"extra_args": {"speculative_config": None}}
+    told = cluster.model_copy(update={"prefill_options": theirs})
+    assert told.worker_options("prefill") == theirs
+
+
+def test_drafts_without_a_layer_are_the_decode_workers_alone() -> None:
+    ngram = {"extra_args": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}}
+    assert ClusterConfig(decode_options=ngram).worker_options("prefill") == {}
+    assert ClusterConfig().worker_options("prefill") == {}
+    assert ClusterConfig().drafts == {}
 
 
 def test_the_environment_is_set_and_never_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
