@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
-from deploy.planner.forecast import Forecast, Judge
+from deploy.planner.forecast import Care, Forecast, rise
 from deploy.planner.load import DecodeLoad, Load, PrefillLoad, Profile, Promise
 from deploy.planner.policy import Plan, Planner, Settings
 
@@ -23,8 +24,8 @@ PROFILE = Profile(
     start_seconds=35.0,
 )
 PROMISE = Promise(ttft=4.0, tpot=0.025)
-JUDGE = Judge(15.0, 0.99, 1.0, 1500.0)
-QUICK = Settings(lowest=1, learning=0.0, window=30.0, cooldown=0.0, hysteresis=0.0)
+CARE = Care(level=20.0, doubt=1.5, judged=15.0, quantile=0.99, memory=1500.0)
+QUICK = Settings(learning=0.0, window=30.0, cooldown=0.0, hysteresis=0.0, prefill_least=0.0, decode_least=0.0)
 INTERVAL = 5.0
 
 
@@ -99,35 +100,80 @@ def test_late_first_tokens_over_a_queue_ask_for_one_more_at_once() -> None:
     assert "late" not in again.prefill.why, "what is starting is waited for"
 
 
-def test_a_rise_is_met_before_it_has_arrived() -> None:
+@pytest.mark.parametrize("grown", ["requests", "lengths"])
+def test_a_rise_is_met_before_it_has_arrived(grown: str) -> None:
     planner = Planner(PROFILE, PROMISE, QUICK)
-    feed(planner, 60)
-    tokens, plan = 16_000.0, None
+    feed(planner, 120)
+    requests, tokens, plan = 8.0, 16_000.0, None
     for step in range(12):
         tokens += 5_000
-        plan = planner.plan(load(60 + step * INTERVAL, p_arrived_tokens=tokens))
+        requests += 2.5 if grown == "requests" else 0.0
+        plan = planner.plan(load(120 + step * INTERVAL, p_arrived_tokens=tokens, p_arrived_requests=requests))
     assert plan is not None
-    now = (8 * PROFILE.prefill_fixed + tokens * PROFILE.prefill_token) / INTERVAL
-    assert plan.prefill.replicas > now * 1.5, "a worker asked for now comes in 35 s"
+    now = (requests * PROFILE.prefill_fixed + tokens * PROFILE.prefill_token) / INTERVAL
+    assert plan.prefill.replicas > now * 1.4, "a worker asked for now comes in 35 s"
+
+
+def test_about_a_worker_is_always_in_reserve() -> None:
+    without = feed(Planner(PROFILE, PROMISE, QUICK), 600)
+    reserved = Planner(PROFILE, PROMISE, dataclasses.replace(QUICK, prefill_least=1.0, decode_least=1.0))
+    with_one = feed(reserved, 600)
+    assert with_one.prefill.replicas == without.prefill.replicas + 1
+    assert with_one.decode.replicas == without.decode.replicas + 1
 
 
 def test_the_reserve_is_what_forecasts_missed() -> None:
-    steady, bursty = (Forecast(35.0, 20.0, 1.0, JUDGE) for _ in range(2))
+    steady, bursty = (Forecast(35.0, CARE) for _ in range(2))
     for step in range(200):
         steady.add(step * 5.0, 5.0, 1.0)
         bursty.add(step * 5.0, 5.0, 5.0 if step % 40 > 30 else 1.0)
-    assert steady.reserve == pytest.approx(0.0, abs=1e-9)
+    assert steady.reserve == 0.0
     assert bursty.reserve > 1.5
 
 
-def test_noise_is_no_trend() -> None:
-    forecast = Forecast(35.0, 20.0, 2.0, JUDGE)
+def test_what_counting_explains_is_no_miss() -> None:
+    """Poisson counts of an even demand, against those of one that jumps as far again."""
+    draw = random.Random(1)
+    noisy, jumping = (Forecast(35.0, CARE) for _ in range(2))
+    for step in range(400):
+        count = sum(draw.random() < 0.02 for _ in range(1000))  # 20 in 5 s, near enough Poisson's
+        noisy.add(step * 5.0, 5.0, count / 5.0)
+        jumping.add(step * 5.0, 5.0, count / 5.0 * (2 if step % 100 > 80 else 1))
+    assert noisy.reserve < 0.25 * 4.0
+    assert jumping.reserve > 0.5 * 4.0
+
+
+def test_noise_is_no_rise() -> None:
+    forecast = Forecast(35.0, CARE)
     for step in range(20):
         forecast.add(step * 5.0, 5.0, 1.0 + 0.2 * (-1) ** step)
-    assert forecast.trend == 0.0
+    assert forecast.expected == forecast.level
     for step in range(20, 28):
         forecast.add(step * 5.0, 5.0, 1.0 + 0.2 * (step - 19))
-    assert forecast.trend == pytest.approx(0.04, rel=0.2), "the control: a ramp is one"
+    assert forecast.expected > 3.0, "the control: a ramp to 2.6 is one"
+    assert forecast.expected <= 3 * 2.6
+
+
+def test_a_rise_is_believed_as_far_as_its_counts_bear_it() -> None:
+    ramp = [(2.5 + 5.0 * step, 1.0 + 0.1 * (2.5 + 5.0 * step)) for step in range(6)]
+    assert rise([1.0] * 12, ramp, 5.0, 0.0) == (1.0, pytest.approx(0.1))
+    _, few = rise([1.0] * 12, ramp, 5.0, 2.0)
+    _, many = rise([100.0] * 12, [(t, 100 * rate) for t, rate in ramp], 5.0, 2.0)
+    assert 0.0 < few < 0.1 * 0.8, "two standard errors below"
+    assert many / 100 > few, "a hundred times the requests say the same more surely"
+    assert rise([1.0] * 12, [(t, 1.0) for t, _ in ramp], 5.0, 0.0) == (1.0, 0.0)
+    assert rise([1.0] * 12, [(t, 0.5) for t, _ in ramp], 5.0, 0.0)[1] == 0.0, "a fall is no rise"
+
+
+def test_workers_that_still_start_are_given_up_at_once_and_those_that_serve_are_not() -> None:
+    def after_a_flurry(ready: int, starting: int) -> int:
+        planner = Planner(PROFILE, PROMISE, dataclasses.replace(QUICK, window=300.0))
+        pool = {"p_ready": ready, "p_starting": starting}
+        assert feed(planner, 30, p_arrived_tokens=200_000, **pool).prefill.replicas >= 8
+        return feed(planner, 200, begin=30, **pool).prefill.replicas
+
+    assert after_a_flurry(ready=3, starting=5) == 3
+    assert after_a_flurry(ready=8, starting=0) == 8, "the control: those that serve stay for the window"
 
 
 def test_nothing_is_scaled_away_while_the_planner_learns_or_within_the_window() -> None:
