@@ -47,6 +47,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="measure whole requests instead: of the cluster at URL, or of one started for it",
     )
+    made.add_argument(
+        "--no-checkpoints",
+        action="store_true",
+        help="with --cluster: start one whose prefill leaves no checkpoints, and computes in larger steps",
+    )
     return made
 
 
@@ -63,10 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     if options.turns is not None and options.turns < 1:
         made.error(f"--turns: {options.turns} must be at least 1")
+    if options.no_checkpoints and options.cluster != "start":
+        made.error(
+            "--no-checkpoints: only a cluster that is started for it can be told; use --cluster without a URL"
+        )
     if options.cluster is not None:
         from benchmarks.handoff.cluster import run_cluster
 
-        document = run_cluster(options.cluster, options.quick)
+        document = run_cluster(options.cluster, options.quick, not options.no_checkpoints)
     else:
         # Threads that spin between two parallel loops take the cores from the other side.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

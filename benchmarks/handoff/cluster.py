@@ -3,8 +3,10 @@
 
 A cluster of the demonstration model answers the same kind of prompt under placement `handover` and under `local`, in
 turns; every prompt is new, so that no cache helps. The share is (handover − local) / handover, of medians: what a
-request pays for being computed on one worker and continued on another. The router's traces tell more: from the commit
-that it heard of to the first token is load, verification and one decode step.
+request pays for being computed on one worker and continued on another. The router's traces tell what of it is what:
+from the commit that it heard of to the first token is load, verification and one decode step (`after commit`); what
+else a handover takes longer than `local` is a slower prefill, because it leaves checkpoints (`--no-checkpoints` starts
+a cluster whose prefill leaves none), and writing the state.
 
 Prefill compute is this machine's, so shares are its own too; where prefill is faster, the handoff's share is larger.
 """
@@ -51,6 +53,11 @@ class LengthResult:
         took = statistics.median(self.handover)
         return (took - statistics.median(self.local)) / took
 
+    @property
+    def share_after_commit(self) -> float:
+        """Of the time to the first token that passes after the commit."""
+        return self.after_commit() / statistics.median(self.handover)
+
     def after_commit(self) -> float:
         """Median seconds from the commit to the first token: load, verification, one decode step."""
         return statistics.median(
@@ -62,15 +69,19 @@ class LengthResult:
         return {
             **asdict(self),
             "share": self.share,
+            "share_after_commit": self.share_after_commit,
             "after_commit": self.after_commit(),
             "ttft_handover": spread(self.handover),
             "ttft_local": spread(self.local),
         }
 
 
-def run_cluster(where: str, quick: bool) -> dict[str, Any]:
-    """Measure and print; `where` is the URL of an endpoint, or "start". Raises EndpointError, ClusterError."""
-    with _endpoint(where) as url:
+def run_cluster(where: str, quick: bool, checkpoints: bool = True) -> dict[str, Any]:
+    """Measure and print; `where` is the URL of an endpoint, or "start". Raises EndpointError, ClusterError.
+
+    `checkpoints`: whether the prefill worker of a started cluster leaves any.
+    """
+    with _endpoint(where, checkpoints) as url:
         results = measure(Endpoint(url), QUICK_TURNS if quick else TURNS)
     host = machine()
     print(f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}\n")
@@ -107,7 +118,16 @@ def table(results: list[LengthResult]) -> str:
         return f"{seconds * 1e3:.0f}"
 
     return render(
-        ("tokens", "bytes", "TTFT handover ms", "TTFT local ms", "commit heard ms", "from there ms", "share"),
+        (
+            "tokens",
+            "bytes",
+            "TTFT handover ms",
+            "TTFT local ms",
+            "commit heard ms",
+            "from there ms",
+            "share",
+            "after commit",
+        ),
         [
             (
                 str(r.length),
@@ -117,6 +137,7 @@ def table(results: list[LengthResult]) -> str:
                 ms(statistics.median(r.published)),
                 ms(r.after_commit()),
                 f"{r.share:.0%}",
+                f"{r.share_after_commit:.1%}",
             )
             for r in results
         ],
@@ -131,9 +152,10 @@ def _first_token(endpoint: Endpoint, length: int, placement: str) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _endpoint(where: str) -> Iterator[str]:
+def _endpoint(where: str, checkpoints: bool) -> Iterator[str]:
     if where != "start":
         yield where
         return
-    with Cluster(ClusterConfig(port=0)) as cluster:
+    options: dict[str, object] = {} if checkpoints else {"checkpoint_bytes": 0}
+    with Cluster(ClusterConfig(port=0, prefill_options=options)) as cluster:
         yield cluster.endpoint

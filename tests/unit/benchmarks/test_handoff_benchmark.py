@@ -156,7 +156,17 @@ def test_arguments() -> None:
     assert command.turns_of(command.parser().parse_args(["--turns", "3"]), 64) == 3
 
 
-@pytest.mark.parametrize("wrong", [["--sizes", "2"], ["--damage", "swap"], ["--turns", "0"], ["--json"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--sizes", "2"],
+        ["--damage", "swap"],
+        ["--turns", "0"],
+        ["--json"],
+        ["--no-checkpoints"],
+        ["--no-checkpoints", "--cluster", "http://127.0.0.1:9"],
+    ],
+)
 def test_wrong_arguments_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         command.main(wrong)
@@ -322,8 +332,35 @@ def test_the_share_of_the_time_to_the_first_token() -> None:
         assert len(result.handover) == len(result.local) == 2
         assert result.share == pytest.approx(1 / 3)
         assert result.after_commit() == pytest.approx(0.05)
+        assert result.share_after_commit == pytest.approx(1 / 6)
     assert len(endpoint.asked) == 3 * 3 * 2
-    assert "33%" in cluster.table(results)
+    lines = cluster.table(results).splitlines()
+    assert [line.split()[-2:] for line in lines[1:]] == [["33%", "16.7%"]] * 3
+
+
+@pytest.mark.parametrize(("flags", "options"), [([], {}), (["--no-checkpoints"], {"checkpoint_bytes": 0})])
+def test_a_started_cluster_leaves_checkpoints_unless_told_otherwise(
+    flags: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    class Started:
+        endpoint = "http://127.0.0.1:9"
+
+        def __init__(self, config: Any) -> None:
+            started.append(config)
+
+        def __enter__(self) -> Started:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(cluster, "Cluster", Started)
+    monkeypatch.setattr(cluster, "Endpoint", lambda url: _Endpoint())
+    assert command.main(["--cluster", "--quick", *flags]) == 0
+    (config,) = started
+    assert config.prefill_options == options
 
 
 def test_a_prompt_that_was_not_handed_over_is_not_measured() -> None:
