@@ -16,7 +16,10 @@ class PlanConfig(BaseModel):
 
     model_config = STRICT
 
-    routers: list[str] = Field(["http://127.0.0.1:8000"], description="URLs of the cluster's routers")
+    routers: list[str] = Field(
+        ["http://127.0.0.1:8000"],
+        description="URLs of the cluster's routers; dns+http://NAME:PORT: every address that the name has",
+    )
     profile: Path = Field(
         Path("deploy/planner/profiles/demo-cpu.json"),
         description="JSON file of what a worker can do; python -m benchmarks.scaling.calibrate writes it",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from deltaserve.cli.options import Option, options_of
 from deltaserve.config import RouterConfig, WorkerConfig
+from deploy.planner.load import Profile
 
 Schema = dict[str, Any]
 
@@ -47,6 +49,7 @@ LARGEST_TP = 16
 TEXT: Schema = {"type": "string"}
 NAMED: Schema = {"type": "string", "minLength": 1}
 FLAG: Schema = {"type": "boolean"}
+POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
 QUANTITY: Schema = {"type": ["string", "integer"], "pattern": "^[0-9.]+(m|[kMGTPE]i?)?$"}
 SHARE: Schema = {"type": ["integer", "string"], "pattern": "^[0-9]+%$"}
 ADDRESS: Schema = {"type": "string", "pattern": "^[^:/\\s]+:[0-9]+$"}
@@ -183,16 +186,40 @@ def autoscaling_schema() -> Schema:
             "enabled": FLAG,
             "minReplicas": whole(1),
             "maxReplicas": whole(1),
+            "planner": FLAG,
             "metrics": array(ANY_OBJECT),
             "behavior": ANY_OBJECT,
         }
     )
     schema["if"] = {"properties": {"enabled": {"const": True}}, "required": ["enabled"]}
     schema["then"] = {
-        "required": ["minReplicas", "maxReplicas", "metrics"],
-        "properties": {"metrics": {"minItems": 1}},
+        "required": ["minReplicas", "maxReplicas"],
+        "anyOf": [
+            {"required": ["planner"], "properties": {"planner": {"const": True}}},
+            {"required": ["metrics"], "properties": {"metrics": {"minItems": 1}}},
+        ],
     }
     return schema
+
+
+def planner_schema() -> Schema:
+    """The planner, and the profile that it knows workers by."""
+    kinds: dict[str, Schema] = {
+        field.name: whole(1) if field.name in ("slots", "kv_tokens") else {"type": "number", "minimum": 0}
+        for field in fields(Profile)
+    }
+    return closed(
+        {
+            "ttft": POSITIVE,
+            "tpot": POSITIVE,
+            "target": {**POSITIVE, "exclusiveMaximum": 1},
+            "interval": POSITIVE,
+            "profile": {"anyOf": [closed({}), closed(kinds, tuple(kinds))]},
+            "port": whole(1, 65535),
+            "resources": RESOURCES,
+            **SCHEDULING,
+        }
+    )
 
 
 def version_schema() -> Schema:
@@ -301,6 +328,7 @@ def values_schema() -> Schema:
                 }
             ),
             "versions": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/version"}},
+            "planner": planner_schema(),
             "etcd": etcd_schema(),
             "master": master_schema(),
             "networkPolicy": closed(

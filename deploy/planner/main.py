@@ -130,6 +130,7 @@ def run(config: PlanConfig) -> int:
         signal.signal(number, on_signal)
     try:
         profile = read_profile(config.profile)
+        reader = Reader(config.routers, config.ttft)
         targets = [_ray(config)] if config.ray else []
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -143,7 +144,6 @@ def run(config: PlanConfig) -> int:
         return 1
     settings = Settings(lowest=config.lowest, highest=config.highest)
     planner = Planner(profile, Promise(config.ttft, config.tpot, config.target), settings)
-    reader = Reader(config.routers, config.ttft)
     loop = Loop(reader, planner, gauges, targets, profile.start_seconds, lambda line: print(line, flush=True))
     print(f"READY {config.host}:{server.server_address[1]}", flush=True)
     while not stop.is_set():

@@ -5,24 +5,32 @@ Routers know everything that the planner needs: what each worker was given and h
 their caches once a second, and what clients have seen of time. With several routers their shares are added; what a
 worker reports of itself is taken from whichever router says most. A `Reader` turns counters into an interval's counts,
 so that its first look gives nothing.
+
+A router is named by its URL, or several of them by `dns+http://NAME:PORT`: every address that the name has at a look,
+which under Kubernetes is every ready router behind a Service without an address of its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import socket
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltaserve.config import Role
+from deploy.addresses import join
 from deploy.planner.load import DecodeLoad, Load, PrefillLoad
 
 TIMEOUT = 5.0
 """Seconds that a router has for an answer."""
+BY_NAME = "dns+http://"
 
 
 class ReadFailed(Exception):
@@ -45,6 +53,8 @@ class Worker:
 class Totals:
     """Counters since the routers began, and what is there now."""
 
+    routers: frozenset[str] = frozenset()
+    """Whose they are."""
     ended: float = 0.0
     in_flight: float = 0.0
     prompt_tokens: float = 0.0
@@ -76,23 +86,42 @@ def fetch(url: str) -> str:
         raise ReadFailed(f"{url}: {error}") from error
 
 
+def resolve(host: str, port: int) -> list[str]:
+    """Addresses of a name, each once, in order. Raises OSError when it has none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for *_, address in found})
+
+
 class Reader:
     """Looks at all routers of one cluster."""
 
-    def __init__(self, routers: Sequence[str], ttft: float, get: Callable[[str], str] = fetch) -> None:
-        """`routers`: their URLs; `ttft`: the promised seconds to the first token, which says what is late."""
+    def __init__(
+        self,
+        routers: Sequence[str],
+        ttft: float,
+        get: Callable[[str], str] = fetch,
+        look_up: Callable[[str, int], list[str]] = resolve,
+    ) -> None:
+        """`routers`: their URLs; `ttft`: the promised seconds to the first token, which says what is late.
+
+        Raises ValueError for a URL that names no port where one is needed.
+        """
         self._routers = [router.rstrip("/") for router in routers]
+        for router in self._routers:
+            if router.startswith(BY_NAME) and _name(router) is None:
+                raise ValueError(f"routers {router}: not {BY_NAME}NAME:PORT; give both")
+        self._look_up = look_up
         self._ttft = ttft
         self._get = get
         self._last: tuple[float, Totals] | None = None
 
     def read(self, now: float, starting: dict[Role, int]) -> Load | None:
-        """The load since the look before; None for the first look, and after a router has begun anew.
+        """The load since the look before; None for the first look, and when a router has come, gone or begun anew.
 
         `now`: seconds of a clock that does not go back; `starting`: workers asked for that do not serve yet.
         Raises ReadFailed when a router does not answer.
         """
-        totals = self._totals()
+        totals = self._totals(self._present())
         before, self._last = self._last, (now, totals)
         if before is None:
             return None
@@ -101,16 +130,30 @@ class Reader:
             name: getattr(totals, name) - getattr(old, name)
             for name in ("ended", "prompt_tokens", "ttft_count", "ttft_in_time", "tpot_count", "tpot_sum")
         }
-        if min(passed.values()) < 0:
+        if min(passed.values()) < 0 or totals.routers != old.routers:
             return None
         return _load(now, now - then, totals, old, passed, starting)
 
-    def _totals(self) -> Totals:
-        totals = Totals()
-        for router in self._routers:
+    def _totals(self, routers: list[str]) -> Totals:
+        totals = Totals(frozenset(routers))
+        for router in routers:
             self._add_health(totals, router)
             self._add_metrics(totals, router)
         return totals
+
+    def _present(self) -> list[str]:
+        """URLs of the routers that there are now."""
+        urls: list[str] = []
+        for router in self._routers:
+            named = _name(router) if router.startswith(BY_NAME) else None
+            if named is None:
+                urls.append(router)
+                continue
+            try:
+                urls += [f"http://{join(address, named[1])}" for address in self._look_up(*named)]
+            except OSError as error:
+                raise ReadFailed(f"{router}: the name has no address ({error})") from error
+        return urls
 
     def _add_health(self, totals: Totals, router: str) -> None:
         try:
@@ -144,6 +187,15 @@ class Reader:
         totals.ttft_in_time += _within(limits, self._ttft)
         totals.tpot_count += found.get("deltaserve_router_tpot_seconds_count", 0.0)
         totals.tpot_sum += found.get("deltaserve_router_tpot_seconds_sum", 0.0)
+
+
+def _name(router: str) -> tuple[str, int] | None:
+    """(name, port) of `dns+http://NAME:PORT`; None when one of them is missing."""
+    parts = urlsplit(router.removeprefix("dns+"))
+    try:
+        return (parts.hostname, parts.port) if parts.hostname and parts.port else None
+    except ValueError:
+        return None
 
 
 def _add_worker(worker: Worker, seen: dict[str, Any]) -> None:

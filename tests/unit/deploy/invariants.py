@@ -11,16 +11,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from deltaserve.cli.main import COMMANDS, build_parser
 from deltaserve.cli.options import OptionError, load, options_of
+from deploy.planner.targets import Gauges
 from tests.unit.deploy.network import Pod, reaches
 from tests.unit.deploy.rendering import NAMESPACE, Object, Workload, of_kind, selects, workloads
 
 Check = Callable[[list[Object]], Iterator[str]]
 
+
+def exported(label: str) -> set[str]:
+    """Names under which the planner really exports series with this label, read from its own page of metrics."""
+    registry = CollectorRegistry()
+    gauges = Gauges(registry)
+    gauges.set("prefill", 3)
+    page = generate_latest(registry).decode()
+    return {
+        sample.name
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if label in sample.labels
+    }
+
+
 POD_IP = "10.1.2.3"
+EXPORTED = exported("role")
+"""Names of the planner's own metrics that say something of a role."""
 ANY_PORT = 15428
 """A port that a Mooncake client may have chosen."""
 
@@ -69,7 +89,7 @@ def deltaserves(objects: list[Object]) -> list[Workload]:
 
 def command_lines(objects: list[Object]) -> Iterator[str]:
     """Every command line and environment is one that `deltaserve` takes, and means what the objects say."""
-    for workload in deltaserves(objects):
+    for workload in (*deltaserves(objects), *workloads(objects, "planner")):
         if "command" in workload.container:
             yield f"{workload.name}: command replaces the image's entrypoint"
         if workload.pod.get("enableServiceLinks", True):
@@ -83,7 +103,7 @@ def command_lines(objects: list[Object]) -> Iterator[str]:
             yield f"{workload.name}: listens on {config.host}, where nobody reaches it"
         if config.port not in workload.ports.values():
             yield f"{workload.name}: listens on {config.port}, which is no port of the container"
-        if workload.component == "router":
+        if workload.component in ("router", "planner"):
             continue
         if workload.component != config.role:
             yield f"{workload.name}: runs {config.role}"
@@ -296,6 +316,7 @@ def network(objects: list[Object]) -> Iterator[str]:
                     "prefill": caller in (*worker, "master") or (caller == "router" and port == "grpc"),
                     "decode": caller in (*worker, "master") or (caller == "router" and port == "grpc"),
                     "master": port == "rpc" and caller in (*worker, "master"),
+                    "planner": False,
                     "etcd": (port == "client") or (port == "peer" and caller == "etcd"),
                 }[component]
                 if component == "router" and port == "http":
@@ -306,6 +327,57 @@ def network(objects: list[Object]) -> Iterator[str]:
     for name, (_, pod) in pods.items():
         if not reaches(objects, pod, dns, 53, "UDP"):
             yield f"{name} cannot resolve names"
+
+
+def planners(objects: list[Object]) -> Iterator[str]:
+    """Each version's planner sees all of its routers, and the pools that follow it ask for the number it exports."""
+    behind = list(of_kind(objects, "Service"))
+    planned = workloads(objects, "planner")
+    for workload in planned:
+        config: Any = config_of(workload)
+        (url,) = config.routers
+        name, _, port = url.removeprefix("dns+http://").partition(":")
+        service = next((each for each in behind if each["metadata"]["name"] == name), None)
+        if service is None or service["spec"].get("clusterIP") != "None":
+            yield f"{workload.name}: {url} is no Service with an address for each router"
+            continue
+        selector = {"matchLabels": service["spec"]["selector"]}
+        routers = [w for w in workloads(objects, "router") if w.version == workload.version]
+        if [w.name for w in workloads(objects) if selects(selector, w.labels)] != [w.name for w in routers]:
+            yield f"{workload.name}: {url} is not just the routers of version {workload.version}"
+        for router in routers:
+            if int(port) != router.ports["http"]:
+                yield f"{workload.name}: {router.name} does not listen on {port}"
+            source, target = (Pod(w.labels, w.ports) for w in (workload, router))
+            if not reaches(objects, source, target, router.ports["http"]):
+                yield f"{workload.name} does not reach {router.name}"
+    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
+        pool = next(w for w in workloads(objects) if w.name == scaler["spec"]["scaleTargetRef"]["name"])
+        for metric in scaler["spec"]["metrics"]:
+            asked = metric.get("external", {}).get("metric", {})
+            if asked.get("name", "").startswith("deltaserve_planner"):
+                yield from _follows(objects, scaler, pool, asked)
+
+
+def _follows(objects: list[Object], scaler: Object, pool: Workload, asked: Object) -> Iterator[str]:
+    labels = asked["selector"]["matchLabels"]
+    if asked["name"] not in EXPORTED or labels.get("role") != pool.component:
+        yield f"{pool.name}: asks for {asked}, which no planner exports for {pool.component}"
+    service = next(
+        (each for each in of_kind(objects, "Service") if each["metadata"]["name"] == labels.get("service")),
+        None,
+    )
+    sources = [
+        w.version
+        for w in workloads(objects, "planner")
+        if service is not None and selects({"matchLabels": service["spec"]["selector"]}, w.labels)
+    ]
+    if sources != [pool.version]:
+        yield f"{pool.name}: follows the planners of versions {sources}, not its own"
+    limits: Any = config_of(next(w for w in workloads(objects, "planner") if w.version == pool.version))
+    own = scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]
+    if not limits.lowest <= own[0] <= own[1] <= limits.highest:
+        yield f"{pool.name}: {own} replicas, but its planner plans {limits.lowest} to {limits.highest}"
 
 
 def monitors(objects: list[Object]) -> Iterator[str]:
@@ -450,6 +522,7 @@ CHECKS: tuple[Check, ...] = (
     selectors,
     one_prefix_a_version,
     network,
+    planners,
     monitors,
     restricted,
     pinned,

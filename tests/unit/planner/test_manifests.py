@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KubeRay and planner manifests: pods that Kubernetes takes, and roles where the configuration puts them."""
+"""The KubeRay manifests: pods that Kubernetes takes, and roles where the configuration puts them."""
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import yaml
 
 from deltaserve.cli.options import load
-from deltaserve.plan_config import PlanConfig
 from deploy.ray.__main__ import COMMAND, parser
 from deploy.ray.actors import DRAIN_MARGIN
 from deploy.ray.config import RayConfig, resource
@@ -31,7 +29,6 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 RAY_CLUSTER = documents("ray/kuberay/raycluster.yaml")[0]
 RAY_OTHERS = documents("ray/kuberay/deltaserve.yaml")
-PLANNER = documents("planner/kubernetes/planner.yaml")
 GROUPS = {group["groupName"]: group for group in RAY_CLUSTER["spec"]["workerGroupSpecs"]}
 TEMPLATES = {
     "control": RAY_CLUSTER["spec"]["headGroupSpec"]["template"],
@@ -46,9 +43,9 @@ def pod_template(template: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_and_every_pod_is_valid(version: str) -> None:
-    objects = [each for each in (*RAY_OTHERS, *PLANNER) if "ray.io" not in each["apiVersion"]]
+    objects = [each for each in RAY_OTHERS if "ray.io" not in each["apiVersion"]]
     objects += [pod_template(template) for template in TEMPLATES.values()]
-    assert len(objects) == 9
+    assert len(objects) == 6
     for each in objects:
         kubernetes_validate.validate(each, version, strict=True)
     broken = pod_template(copy.deepcopy(TEMPLATES["decode"]))
@@ -104,24 +101,3 @@ def test_only_the_routers_port_is_open() -> None:
         for rule in policy["ingress"]:
             anybody = "from" not in rule
             assert not anybody or [port["port"] for port in rule["ports"]] == [started().port]
-
-
-def test_the_autoscaler_takes_the_planners_number_as_it_is() -> None:
-    deployment = next(each for each in PLANNER if each["kind"] == "Deployment")
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    flags = dict(zip(container["args"][1::2], container["args"][2::2], strict=True))
-    known = {"--" + name.replace("_", "-") for name in PlanConfig.model_fields}
-    assert set(flags) <= known
-    scalers = [each for each in PLANNER if each["kind"] == "HorizontalPodAutoscaler"]
-    assert len(scalers) == 2
-    for scaler in scalers:
-        metric = scaler["spec"]["metrics"][0]["external"]
-        role = scaler["metadata"]["labels"]["app.kubernetes.io/component"]
-        assert metric["metric"] == {
-            "name": "deltaserve_planner_desired_replicas",
-            "selector": {"matchLabels": {"role": role}},
-        }
-        target = float(metric["target"]["averageValue"])
-        assert [math.ceil(wanted / target) for wanted in (1, 2, 7)] == [1, 2, 7]
-        assert scaler["spec"]["maxReplicas"] == int(flags["--highest"])
-        assert scaler["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 0

@@ -223,3 +223,39 @@ def test_profiles_are_read_or_refused(tmp_path: Path) -> None:
 def test_the_command_is_there() -> None:
     arguments = build_parser().parse_args(["plan", "--ttft", "2", "--ray", "default"])
     assert arguments.command == "plan"
+
+
+def test_a_name_stands_for_the_routers_that_it_has_now() -> None:
+    routers = {"10.0.0.1": Router(), "fd00::2": Router()}
+    present = ["10.0.0.1"]
+    asked: list[tuple[str, int]] = []
+
+    def look_up(name: str, port: int) -> list[str]:
+        asked.append((name, port))
+        if not present:
+            raise OSError("no such name")
+        return list(present)
+
+    urls = {"http://10.0.0.1:8000": "10.0.0.1", "http://[fd00::2]:8000": "fd00::2"}
+    reader = Reader(
+        ["dns+http://r-routers:8000"],
+        1.0,
+        lambda url: routers[urls[url.rpartition("/")[0]]].get(url),
+        look_up,
+    )
+    reader.read(0.0, {})
+    routers["fd00::2"].serve(50, 100, 0.1, 0.01)
+    present.append("fd00::2")
+    assert reader.read(5.0, {}) is None, "what a router has counted before it was seen is not this interval's"
+    for router in routers.values():
+        router.serve(3, 100, 0.1, 0.01)
+    load = reader.read(10.0, {})
+    assert load is not None
+    assert load.prefill.arrived_requests == 6
+    assert set(asked) == {("r-routers", 8000)}
+    present.clear()
+    with pytest.raises(ReadFailed, match="r-routers:8000: the name has no address"):
+        reader.read(15.0, {})
+    for wrong in ("dns+http://r-routers", "dns+http://:8000", "dns+http://r:port"):
+        with pytest.raises(ValueError, match="give both"):
+            Reader([wrong], 1.0)

@@ -117,6 +117,19 @@ workers and routers a prefix of their own, so that they never pair with those th
 {{- end -}}
 {{- end -}}
 
+{{/* Argument: version. Not empty when one of its pools follows the planner. */}}
+{{- define "deltaserve.planned" -}}
+{{- range $pool := .pools -}}
+{{- $scaling := default dict $pool.autoscaling -}}
+{{- if and $scaling.enabled $scaling.planner -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Argument: list of root, version. */}}
+{{- define "deltaserve.planner.name" -}}
+{{- printf "%s-%s-planner" (include "deltaserve.fullname" (index . 0)) (index . 1).name -}}
+{{- end -}}
+
 {{/* Seconds: no request outlives them. */}}
 {{- define "deltaserve.longestRequest" -}}
 {{- int .Values.router.requestTimeout -}}
