@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from deltaserve.config import Role
 from deltaserve.plan_config import PlanConfig
+from deploy.addresses import join
 from deploy.planner.load import Load, Profile, Promise
 from deploy.planner.policy import Plan, Planner, Settings
 from deploy.planner.reader import Reader, ReadFailed
@@ -128,6 +129,11 @@ def run(config: PlanConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    return plan(config, stop)
+
+
+def plan(config: PlanConfig, stop: threading.Event) -> int:
+    """Plan until `stop` is set; returns the exit code: 0, or 1 with a line on standard error when it cannot begin."""
     try:
         profile = read_profile(config.profile)
         reader = Reader(config.routers, config.ttft)
@@ -145,7 +151,7 @@ def run(config: PlanConfig) -> int:
     settings = Settings(lowest=config.lowest, highest=config.highest)
     planner = Planner(profile, Promise(config.ttft, config.tpot, config.target), settings)
     loop = Loop(reader, planner, gauges, targets, profile.start_seconds, lambda line: print(line, flush=True))
-    print(f"READY {config.host}:{server.server_address[1]}", flush=True)
+    print(f"READY {join(config.host, int(server.server_address[1]))}", flush=True)
     while not stop.is_set():
         loop.step(time.monotonic())
         stop.wait(config.interval)

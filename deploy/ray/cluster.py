@@ -202,7 +202,7 @@ def _require_answer(address: str) -> None:
     if not host or "/" in host or not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise ClusterError(
             f"address {address}: no Ray answers there ({error.strerror or error}); start one (ray start --head) "

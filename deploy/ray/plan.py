@@ -16,6 +16,7 @@ from deltaserve.up import binaries
 from deltaserve.up import plan as up_plan
 from deltaserve.up.cluster import ROLE_COMMAND
 from deltaserve.up.plan import LOOPBACK, Ports, ProcessSpec
+from deploy.addresses import bracketed, join
 from deploy.ray.config import RayConfig
 
 INFRASTRUCTURE = ("etcd", "master")
@@ -33,12 +34,12 @@ class ControlPlane:
     @property
     def etcd(self) -> EtcdConfig:
         """etcd, as a client of this cluster sees it."""
-        return EtcdConfig(endpoints=[f"{self.host}:{self.ports.etcd_client}"])
+        return EtcdConfig(endpoints=[join(self.host, self.ports.etcd_client)])
 
     @property
     def endpoint(self) -> str:
         """URL of the OpenAI endpoint."""
-        return f"http://{self.host}:{self.ports.router}"
+        return f"http://{join(self.host, self.ports.router)}"
 
     @property
     def all_ports(self) -> tuple[int, ...]:
@@ -53,8 +54,8 @@ def control_specs(config: RayConfig, control: ControlPlane, data: Path) -> list[
     chosen = []
     for spec in specs:
         if spec.name in INFRASTRUCTURE:
-            argv = tuple(part.replace(LOOPBACK, control.host) for part in spec.argv)
-            probe = spec.probe.replace(LOOPBACK, control.host)
+            argv = tuple(_moved(part, control.host) for part in spec.argv)
+            probe = _moved(spec.probe, control.host)
             chosen.append(dataclasses.replace(spec, argv=argv, probe=probe))
         elif spec.name == "router":
             chosen.append(spec)
@@ -66,7 +67,7 @@ def worker_spec(
 ) -> ProcessSpec:
     """One worker, bound to its node's address. Raises ClusterError when a field does not fit the role."""
     store = StoreConfig(
-        master=f"{control.host}:{control.ports.master}", hostname=host, segment_bytes=config.segment_bytes
+        master=join(control.host, control.ports.master), hostname=host, segment_bytes=config.segment_bytes
     )
     own: dict[str, Any] = {
         "host": host,
@@ -91,6 +92,11 @@ def _build(config: RayConfig, control: ControlPlane, data: Path, **options: Any)
     )
     etcd, master = binaries.find_etcd(config.etcd_binary), binaries.find_master(config.master_binary)
     return up_plan.build(one, control.ports, data, etcd.path, master.path, ROLE_COMMAND)
+
+
+def _moved(text: str, host: str) -> str:
+    """An argument or a probe with another host: in brackets where a port follows it."""
+    return text.replace(f"{LOOPBACK}:", f"{bracketed(host)}:").replace(LOOPBACK, host)
 
 
 def _etcd(config: RayConfig, control: ControlPlane) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from deltaserve.up.errors import ClusterError
 from deltaserve.up.plan import LOOPBACK, Ports
+from deploy.addresses import bracketed
 from deploy.ray import plan
 from deploy.ray.actors import Report
 from deploy.ray.cluster import RayCluster, connect
@@ -114,3 +115,21 @@ def test_no_ray_is_said_at_once() -> None:
         connect("127.0.0.1:9")
     with pytest.raises(ClusterError, match="no Ray answers"):
         RayCluster.attach("default", "127.0.0.1:9")
+
+
+def test_an_ipv6_address_is_in_brackets_wherever_a_port_follows_it() -> None:
+    control = plan.ControlPlane("fd00::1", CONTROL.ports)
+    assert control.endpoint == "http://[fd00::1]:8000"
+    specs = {spec.name: spec for spec in plan.control_specs(config(), control, Path("/data"))}
+    assert flag(specs["etcd"].argv, "advertise-client-urls") == "http://[fd00::1]:2379"
+    assert flag(specs["etcd"].argv, "initial-cluster").endswith("=http://[fd00::1]:2380")
+    assert flag(specs["master"].argv, "rpc_address") == "fd00::1", "an address alone has none"
+    assert specs["master"].probe == "[fd00::1]:50051"
+    assert flag(specs["router"].argv, "host") == "fd00::1"
+    for role in ROLES:
+        spec = plan.worker_spec(config(), control, role, f"{role}-0", "fd00::9", Path("/data"))
+        assert flag(spec.argv, "store-master") == "[fd00::1]:50051"
+        assert flag(spec.argv, "etcd-endpoints") == '["[fd00::1]:2379"]'
+        assert (flag(spec.argv, "host"), flag(spec.argv, "store-hostname")) == ("fd00::9", "fd00::9")
+    for text in (bracketed("10.0.0.1"), bracketed("router"), bracketed("[fd00::1]")):
+        assert text in ("10.0.0.1", "router", "[fd00::1]"), "the control: nothing else gets brackets"
