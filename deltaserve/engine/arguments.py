@@ -67,6 +67,9 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
     if config.dcp > 1:
         args["decode_context_parallel_size"] = config.dcp
         args["cp_kv_cache_interleave_size"] = config.dcp_interleave
+        if config.device == "cuda":
+            # vLLM 0.33.0's default (ag_rs) gives other tokens from the first decode step on; docs/gpu.md has the table.
+            args["dcp_comm_backend"] = "a2a"
     if (
         config.device == "cpu"
         and config.role == "prefill"

@@ -35,7 +35,7 @@ from deltaserve.engine.digest import model_digest
 from deltaserve.up.caches import kernel_caches
 from deltaserve.verify import rounding
 from deltaserve.verify.client import sampling_fields
-from deltaserve.verify.compare import Answer
+from deltaserve.verify.compare import Answer, compare
 from deltaserve.verify.prompts import Case, Group, Prompt
 
 CACHE = Path(".deltaserve") / "cache" / "reference"
@@ -46,6 +46,8 @@ CACHED_GROUPS = 2000
 START_SECONDS = 600.0
 GROUP_SECONDS = 300.0
 _LOG_LINES = 20
+_CONTINUATIONS = 100
+"""How often the rest of one answer is asked for when its rounding is measured."""
 
 
 class ReferenceError(Exception):
@@ -266,17 +268,39 @@ def _with_noise(
     salts: Sequence[Sequence[str]],
     found: Sequence[Sequence[Answer]],
 ) -> list[list[Answer]]:
-    """The same answers with the noise of each: what they became from a cached prefix, and all at once."""
+    """The same answers with the noise of each: what they became from a cached prefix, and all at once.
+
+    After a token that became another one, the rest is asked for again behind the first answer's, so that all of a long
+    answer is measured.
+    """
     again = [ask(group, own) for group, own in zip(groups, salts, strict=True)]
     flat = [case for group in groups for case in group]
     at_once = iter(ask(flat, [f"at-once-{index}" for index in range(len(flat))]))
+
+    def measure(case: Case, first: Answer, other: Answer, salt: str) -> rounding.Noise:
+        noises, done = [rounding.between(first, other)], 0
+        for _ in range(_CONTINUATIONS):
+            differs = compare(rounding.rest(first, done), other).first_token
+            if differs is None or (done := done + differs + 1) >= len(first.tokens):
+                break
+            prompt = Prompt(case.prompt.tokens + first.tokens[:done])
+            rest = replace(case, prompt=prompt, max_tokens=len(first.tokens) - done)
+            (other,) = ask([rest], [salt])
+            noises.append(rounding.between(rounding.rest(first, done), other))
+        return rounding.largest(noises)
+
     measured = []
-    for group, firsts, others in zip(groups, found, again, strict=True):
+    for group, own, firsts, others in zip(groups, salts, found, again, strict=True):
         answers = []
-        for case, first, other in zip(group, firsts, others, strict=True):
-            noise = rounding.largest([rounding.between(first, other), rounding.between(first, next(at_once))])
-            kept = (0.0, 0.0) if case.temperature else (noise.logprob, noise.gap)
-            answers.append(replace(first, noise=kept))
+        for case, salt, first, other in zip(group, own, firsts, others, strict=True):
+            with_others = next(at_once)
+            if case.temperature:
+                answers.append(first)
+                continue
+            noise = rounding.largest(
+                [measure(case, first, other, salt), measure(case, first, with_others, salt)]
+            )
+            answers.append(replace(first, noise=(noise.logprob, noise.gap)))
         measured.append(answers)
     return measured
 

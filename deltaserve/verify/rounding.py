@@ -4,7 +4,8 @@
 Sums of bfloat16 products depend on how a batch is cut: an engine that computes a prompt at once and the same engine
 that goes on from a cached part of it, alone or beside others, give log-probs that differ, and where two tokens are
 nearly as likely, another token. So the aggregated engine answers every greedy request three times: alone; once more,
-going on from its own prefix cache; and all requests at once. What moves between these is its noise:
+going on from its own prefix cache; and all requests at once. What moves between these, behind the first answer's
+tokens all the way, is its noise:
 
 logprob   the largest change of a chosen token's log-prob
 gap       the largest change of the distance between the two likeliest tokens; where another token was chosen, the sum
@@ -47,6 +48,11 @@ def between(first: Answer, other: Answer) -> Noise:
     if difference.first_token is not None and difference.first_token < len(first.gaps):
         gaps.append(first.gaps[difference.first_token] + other.gaps[difference.first_token])
     return Noise(difference.logprob, max(gaps, default=0.0))
+
+
+def rest(answer: Answer, done: int) -> Answer:
+    """What follows the first `done` tokens."""
+    return Answer(answer.tokens[done:], answer.logprobs[done:], answer.gaps[done:])
 
 
 def largest(noises: Iterable[Noise]) -> Noise:

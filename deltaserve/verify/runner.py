@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
+from deltaserve.verify import rounding
 from deltaserve.verify.client import Endpoint
 from deltaserve.verify.compare import Answer, Difference, Outcome, compare
 from deltaserve.verify.prompts import Group, Prompt
@@ -65,7 +66,7 @@ def _rest(
             prompt=Prompt(asked.prompt.tokens + reference.tokens[:done]),
             max_tokens=len(reference.tokens) - done,
         )
-        expected = Answer(reference.tokens[done:], reference.logprobs[done:], reference.gaps[done:])
+        expected = rounding.rest(reference, done)
         answer, trace = endpoint.complete(case, outcome.placement, f"{salt}-{case.name}" if salt else "")
         outcome = Outcome(case, outcome.placement, compare(expected, answer), trace, None)
         yield outcome

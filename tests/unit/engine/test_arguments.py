@@ -46,6 +46,12 @@ def test_workers_may_share_a_gpu() -> None:
     assert engine_args(chosen, None)["gpu_memory_utilization"] == 0.5
 
 
+def test_context_parallel_ranks_of_gpus_exchange_all_to_all() -> None:
+    assert engine_args(WorkerConfig(device="cuda", tp=2, dcp=2), None)["dcp_comm_backend"] == "a2a"
+    assert "dcp_comm_backend" not in engine_args(WorkerConfig(device="cuda", tp=2), None)
+    assert "dcp_comm_backend" not in engine_args(WorkerConfig(tp=2, dcp=2), None), "vLLM 0.32 on a CPU has our own"
+
+
 def test_roles_without_checkpoints_have_no_such_steps() -> None:
     for config in (
         WorkerConfig(role="decode"),

@@ -120,6 +120,28 @@ def test_the_reference_measures_itself_from_its_cache_and_at_once() -> None:
     assert rounding.of_answers(measured).logprob == pytest.approx(0.2)
 
 
+def test_noise_is_measured_to_the_end_of_an_answer() -> None:
+    """Behind a token that became another one the rest is asked for again; what moves there counts."""
+    case = Case("17 greedy", Prompt(tuple(range(1, 18))), max_tokens=TOKENS)
+    first = say(case.prompt.tokens, TOKENS)
+    asked: list[int] = []
+
+    def ask(of: Sequence[Case], salts: Sequence[str]) -> list[Answer]:
+        answers = []
+        for one in of:
+            length = len(one.prompt.tokens)
+            asked.append(length)
+            answer = say(one.prompt.tokens, one.max_tokens, {20: 1} if length == 17 else {})
+            shift = 0.5 if length > 17 else 0.0
+            answers.append(Answer(answer.tokens, tuple(x - shift for x in answer.logprobs), answer.gaps))
+        return answers
+
+    ((measured,),) = _with_noise(ask, [[case]], [["a"]], [[first]])
+    assert asked == [17, 17, 21, 21], "twice, and twice the rest"
+    assert measured.noise == pytest.approx((0.5, 2 * NEAR))
+    assert measured.tokens == first.tokens
+
+
 def test_only_narrow_arithmetic_rounds() -> None:
     assert not rounds(WorkerConfig())
     assert rounds(WorkerConfig(dtype="bfloat16"))

@@ -132,6 +132,16 @@ def test_requests_force_the_handover_and_have_a_salt_of_their_own(
     assert all(body["ignore_eos"] and body["logprobs"] == 1 for body in endpoint.bodies)
 
 
+def test_with_drafts_only_greedy_requests_are_compared(
+    model: Path, engine_calls: list[int], serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = serve(well)
+    drafts = {"extra_args": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}}
+    assert main.run(config(endpoint, model, decode_options=drafts)) == 0
+    assert {body["temperature"] for body in endpoint.bodies} == {0.0}
+    assert "drafts: greedy requests only" in capsys.readouterr().out
+
+
 def test_the_engine_runs_once_and_only_for_what_is_not_known(
     model: Path, engine_calls: list[int], serve: Any
 ) -> None:
