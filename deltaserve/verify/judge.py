@@ -40,6 +40,12 @@ class Judgement:
     """Of those, how many showed it: refused by a check, or (verification off) answered differently."""
     excused: int = 0
     """Tokens that differ where rounding alone may choose either."""
+    gap: float | None = None
+    """What rounding moves; None where it moves nothing."""
+
+    def different(self, outcome: Outcome) -> bool:
+        """Whether an answer is not the reference's, and rounding does not excuse it."""
+        return _differs(outcome, self.tolerance, self.gap)
 
 
 def problem(
@@ -47,7 +53,7 @@ def problem(
 ) -> str:
     """What is wrong with one outcome; empty: nothing. `spared`: its state was not damaged; `gap`: what rounding moves
     (deltaserve.verify.rounding), None where it moves nothing."""
-    different = not outcome.difference.within(tolerance) and not is_excused(outcome, tolerance, gap)
+    different = _differs(outcome, tolerance, gap)
     if damage == "swap":
         return "" if not _loads(outcome) else _not_loaded(outcome)
     wrong = ["the answer is not the reference's" if different else ""]
@@ -66,6 +72,10 @@ def is_excused(outcome: Outcome, tolerance: float, gap: float | None) -> bool:
     if gap is None or outcome.case.temperature:
         return False
     return outcome.difference.excused(tolerance, gap)
+
+
+def _differs(outcome: Outcome, tolerance: float, gap: float | None) -> bool:
+    return not outcome.difference.within(tolerance) and not is_excused(outcome, tolerance, gap)
 
 
 class Judge:
@@ -93,9 +103,7 @@ class Judge:
     def close(self) -> Judgement:
         """The judgement. An empty run passes nothing."""
         excused = sum(is_excused(outcome, self._tolerance, self._gap) for outcome in self._outcomes)
-        different = (
-            sum(not outcome.difference.within(self._tolerance) for outcome in self._outcomes) - excused
-        )
+        different = sum(_differs(outcome, self._tolerance, self._gap) for outcome in self._outcomes)
         clean = bool(self._outcomes) and not any(self._problems)
         findings: tuple[str, ...] = ()
         if self._gap is not None and self._damage != "swap":
@@ -135,6 +143,7 @@ class Judge:
             damaged,
             found,
             excused,
+            self._gap,
         )
 
 

@@ -57,7 +57,7 @@ def summary(judgement: Judgement) -> list[str]:
     lines = []
     for placement in dict.fromkeys(outcome.placement for outcome in outcomes):
         of_it = [outcome for outcome in outcomes if outcome.placement == placement]
-        different = sum(not o.difference.within(judgement.tolerance) for o in of_it)
+        different = sum(map(judgement.different, of_it))
         lines.append(
             f"{placement}: {len(of_it)} requests, {different} different; prompt tokens: "
             f"{sum(o.from_store for o in of_it)} from the store, {sum(o.local for o in of_it)} cached, "
@@ -90,7 +90,7 @@ def document(judgement: Judgement, facts: dict[str, Any]) -> dict[str, Any]:
         "result": judgement.sentence,
         "tolerance": judgement.tolerance,
         "requests": len(outcomes),
-        "different": sum(not outcome.difference.within(judgement.tolerance) for outcome in outcomes),
+        "different": sum(map(judgement.different, outcomes)),
         "from_store": sum(outcome.from_store for outcome in outcomes),
         "excused": judgement.excused,
         "damaged": judgement.damaged,

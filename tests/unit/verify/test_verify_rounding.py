@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltaserve.config import WorkerConfig
-from deltaserve.verify import rounding
+from deltaserve.verify import report, rounding
 from deltaserve.verify.client import Endpoint
 from deltaserve.verify.compare import Answer, Difference, Outcome
 from deltaserve.verify.judge import Judge
@@ -70,6 +70,9 @@ def test_a_near_token_is_excused_and_the_rest_is_asked_for_after_the_references(
     assert found[1].difference.tokens_equal
     assert found[1].from_store == 20, "the longer prompt has been handed over as well"
     assert "1 of 16 tokens excused" in " ".join(judgement.findings)
+    document = report.document(judgement, {})
+    assert (document["different"], document["excused"]) == (0, 1)
+    assert "2 requests, 0 different" in report.summary(judgement)[0]
 
 
 @pytest.mark.parametrize("flips", [{21: 1}, {20: 1, 25: 1}], ids=["at once", "in the rest"])
