@@ -8,17 +8,23 @@ the beginning. That the changes really happened shows in who served: traces name
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltaserve.plan_config import PlanConfig
 from deltaserve.up.errors import ClusterError
+from deltaserve.up.ports import choose
 from deltaserve.verify.prompts import PromptMaker
+from deploy.planner.main import plan
 from deploy.ray.cluster import RayCluster
 from deploy.ray.config import RayConfig
 from tests.cluster.calls import call, complete
@@ -192,6 +198,53 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def planning(nodes: Nodes, folder: Path, highest: int) -> Iterator[Callable[[], str]]:
+    """`deltaserve plan --ray` beside the cluster; yields what reads its page of metrics.
+
+    Workers of this profile are so quick, and the promises so long, that prefill needs one whatever happens, and decode
+    its reserve beside the one that works.
+    """
+    profile = {
+        **{"prefill_fixed": 1e-3, "prefill_token": 1e-6, "handoff_fixed": 1e-3, "step_fixed": 1e-3},
+        **{
+            "step_sequence": 1e-4,
+            "step_context": 0.0,
+            "slots": 4,
+            "kv_tokens": 100_000,
+            "start_seconds": 60.0,
+        },
+    }
+    file = folder / "profile.json"
+    file.write_text(json.dumps(profile), encoding="utf-8")
+    (port,) = choose(1)
+    config = PlanConfig(
+        routers=[nodes.target.endpoint],
+        profile=file,
+        ttft=1000.0,
+        tpot=10.0,
+        interval=1.0,
+        highest=highest,
+        port=port,
+        ray=nodes.cluster.name,
+        ray_address=nodes.ray.address,
+    )
+    stop, codes = threading.Event(), list[int]()
+    thread = threading.Thread(target=lambda: codes.append(plan(config, stop)))
+    thread.start()
+
+    def page() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as reply:
+            return str(reply.read().decode())
+
+    try:
+        yield page
+    finally:
+        stop.set()
+        thread.join(PATIENCE)
+    assert codes == [0]
+
+
 def test_a_role_keeps_at_least_one_worker(nodes: Nodes) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         nodes.cluster.scale("decode", 0)
@@ -250,3 +303,31 @@ def test_it_grows_shrinks_and_heals_under_traffic(nodes: Nodes, right: list[list
     assert [roles[role]["killed"] for role in ("prefill", "decode")] == [0, 0], "both drained by themselves"
     health = call(f"{nodes.target.endpoint}/health")[1]
     assert [health["roles"][role]["ready"] for role in ("prefill", "decode")] == [1, 1]
+
+
+def test_the_planner_scales_it_under_traffic(nodes: Nodes, right: list[list[int]], tmp_path: Path) -> None:
+    cluster = nodes.cluster
+
+    def decode(what: str) -> int:
+        return int(cluster.status()["roles"]["decode"][what])
+
+    settle(nodes, "one worker a role")
+    assert decode("wanted") == 1, "the control: nobody else asks for a second one"
+    gone = decode("drained") + decode("killed")
+    with Traffic(nodes.target, right) as traffic:
+        with planning(nodes, tmp_path, highest=2) as page:
+            wait_until(lambda: decode("wanted") == 2, PATIENCE, "the planner asks for a second decode worker")
+            settle(nodes, "two decode workers")
+            since = traffic.mark()
+            wait_until(lambda: len(traffic.served_by(since)) == 3, PATIENCE, "all three workers serve")
+            ready = 'deltaserve_planner_ready_replicas{role="decode"} 2.0'
+            wait_until(lambda: ready in page(), PATIENCE, "the planner sees the worker")
+            assert 'deltaserve_planner_desired_replicas{role="decode"} 2.0' in page()
+            assert 'deltaserve_planner_desired_replicas{role="prefill"} 1.0' in page()
+        with planning(nodes, tmp_path, highest=1):
+            wait_until(lambda: decode("drained") + decode("killed") == gone + 1, PATIENCE, "it is taken away")
+            settle(nodes, "one decode worker")
+        traffic.wait_for(4, traffic.mark())
+    assert cluster.status()["roles"]["prefill"]["wanted"] == 1
+    assert traffic.errors == []
+    assert all(answer["right"] for answer in traffic.answers), "a token differs"
