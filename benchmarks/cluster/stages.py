@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages: one run of `deltaserve verify` each, short enough for a machine that is lent by the quarter of an hour.
+
+Stages of one family (`short`, `long`) ask the same questions, so the aggregated engine answers them once: its answers
+are kept in the output folder and serve the stages that follow, also after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHORT = ["--quick", "--lengths", "1,2,17,129,500,2000,8000"]
+"""Every kind of short prompt, alone and eight at once."""
+LONG = ["--lengths", "100,1000,3000,8000", "--max-tokens", "2000", "--concurrency", "1"]
+"""Four answers of 2,000 tokens."""
+WIDE = [
+    "--lengths",
+    "16000,32000",
+    "--max-model-len",
+    "33000",
+    "--concurrency",
+    "1",
+    "--placements",
+    "handover",
+]
+HANDOVER = ["--placements", "handover"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run."""
+
+    name: str
+    what: str
+    options: tuple[str, ...]
+    gpus: int = 1
+    drafts: bool = False
+    """Both roles draft with the model's own head (MTP), states not written a draft."""
+
+
+def _layout(prefill: int, decode: int, dcp: int) -> list[str]:
+    return ["--prefill-tp", str(prefill), "--decode-tp", str(decode), "--decode-dcp", str(dcp)]
+
+
+STAGES = (
+    Stage("short-1-1-1", "TP1 to TP1", (*SHORT,)),
+    Stage("short-drafts", "TP1 to TP1, MTP drafts, use_replayssm", (*SHORT,), drafts=True),
+    Stage("damage", "every kind of damage before a load", ("--quick", "--damage", "each")),
+    Stage("short-2-2-1", "TP2 to TP2", (*SHORT, *_layout(2, 2, 1)), 2),
+    Stage("short-1-2-2", "TP1 to TP2 + DCP2", (*SHORT, *_layout(1, 2, 2)), 2),
+    Stage("short-2-2-2", "TP2 to TP2 + DCP2", (*SHORT, *_layout(2, 2, 2)), 2),
+    Stage("short-2-1-1", "TP2 to TP1", (*SHORT, *_layout(2, 1, 1)), 2),
+    Stage("wide-1-1-1", "prompts of 16K and 32K tokens", (*WIDE,)),
+    Stage("long-1-1-1", "2,000 tokens, TP1 to TP1", (*LONG, *HANDOVER)),
+    Stage("long-drafts", "2,000 tokens, MTP drafts, use_replayssm", (*LONG, *HANDOVER), drafts=True),
+    Stage("long-2-2-1", "2,000 tokens, TP2 to TP2", (*LONG, *HANDOVER, *_layout(2, 2, 1)), 2),
+    Stage("long-2-2-2", "2,000 tokens, TP2 to TP2 + DCP2", (*LONG, *HANDOVER, *_layout(2, 2, 2)), 2),
+)
+
+
+def choose(names: str, gpus: int) -> list[Stage]:
+    """Stages by name, or every one that `gpus` devices can run. Raises ValueError naming what is unknown."""
+    known = {stage.name: stage for stage in STAGES}
+    if not names:
+        return [stage for stage in STAGES if stage.gpus <= gpus]
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"--stages: {', '.join(unknown)} is no stage; choose among {', '.join(known)}")
+    short = [name for name in wanted if known[name].gpus > gpus]
+    if short:
+        raise ValueError(f"--stages: {', '.join(short)} takes 2 GPUs, {gpus} is visible; leave it out")
+    return [known[name] for name in wanted]
+
+
+def command(
+    stage: Stage, model: Path, device: str, result: Path, run_dir: Path, extra: list[str]
+) -> list[str]:
+    """Arguments of `python -m deltaserve` for a stage; `extra` goes last, so that it wins."""
+    arguments = ["verify", "--model", str(model), "--device", device, *stage.options]
+    if device == "cuda":
+        arguments += ["--kv-cache-bytes", str(4 << 30), "--max-num-batched-tokens", "8192"]
+    if stage.drafts:
+        draft = {"method": "mtp", "model": str(model / "mtp"), "num_speculative_tokens": 2}
+        more: dict[str, Any] = {"speculative_config": draft}
+        if device == "cuda":
+            more["use_replayssm"] = True
+        options = json.dumps({"extra_args": more})
+        arguments += ["--prefill-options", options, "--decode-options", options]
+    return [*arguments, "--run-dir", str(run_dir), "--json", str(result), *extra]
+
+
+def row(stage: Stage, result: Path) -> str:
+    """The table's line of a stage, from what its run wrote."""
+    if not result.is_file():
+        return f"{stage.name:14} {stage.what:42} not run to its end"
+    found = json.loads(result.read_text())
+    store = f"{found['from_store']:>8}"
+    state = "passed" if found["passed"] else "FAILED"
+    if found["damaged"]:
+        differs = f"{found['found']} of {found['damaged']} found"
+    else:
+        differs = f"{found['different']} different, {found.get('excused', 0)} excused"
+    return f"{stage.name:14} {stage.what:42} {found['requests']:>4} {store} {differs:28} {state}"
