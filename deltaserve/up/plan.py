@@ -186,9 +186,8 @@ def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int, metrics_por
             timeout=PATIENT_TIMEOUT if crowded(config) else StoreConfig().timeout,
         ),
     }
-    options = config.prefill_options if role == "prefill" else config.decode_options
     try:
-        return WorkerConfig.model_validate({**fields, **options})
+        return WorkerConfig.model_validate({**fields, **config.worker_options(role)})
     except ValidationError as error:
         raise ClusterError(f"--{role}-options: {_first(error)}") from error
 

@@ -75,7 +75,7 @@ def trace(cluster: Cluster, request_id: str) -> dict[str, Any]:
 def metric(cluster: Cluster, sample: str) -> float:
     """Value of one sample of the router's /metrics, e.g. `name_total{reason="policy"}`; 0 where there is none."""
     _, document = call(cluster.endpoint + "/metrics")
-    return _sample(document["text"], sample)
+    return sample_of(document["text"], sample)
 
 
 def records(cluster: Cluster) -> list[BoundaryRecord]:
@@ -106,10 +106,11 @@ def stored_objects(cluster: Cluster) -> int:
     port = next(a.partition("=")[2] for a in arguments if a.startswith("--metrics_port="))
     _, document = call(f"http://127.0.0.1:{port}/metrics", timeout=10)
     assert re.search(r"^master_key_count ", document["text"], re.MULTILINE), document["text"][:2000]
-    return int(_sample(document["text"], "master_key_count")) - kept
+    return int(sample_of(document["text"], "master_key_count")) - kept
 
 
-def _sample(text: str, sample: str) -> float:
+def sample_of(text: str, sample: str) -> float:
+    """Value of one sample of a text that a Prometheus would scrape; 0 where there is none."""
     return sum(
         float(line.rpartition(" ")[2])
         for line in text.splitlines()
