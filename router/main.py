@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from deltaserve import etcd_channel
+from deltaserve.addresses import bracketed
 from deltaserve.config import LogConfig, RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.model_check import ModelError, read_facts
@@ -262,7 +263,7 @@ async def _http(application: Any, listener: socket.socket, stop: asyncio.Event, 
         gc.freeze()
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.tls_cert is None else "https"
-        print(f"READY {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        print(f"READY {scheme}://{bracketed(host)}:{port}", flush=True)
 
     config = front.dispatcher.config
     server = _make_server(application, announce, config)

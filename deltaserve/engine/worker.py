@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deltaserve import etcd_channel
+from deltaserve.addresses import join
 from deltaserve.config import WorkerConfig
 from deltaserve.engine import probes
 from deltaserve.engine.arguments import connector_config, engine_args, resolved_dtype, set_environment
@@ -244,7 +245,7 @@ async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str
 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_WorkerServicer_to_server(service, server)
-    address = f"{config.host}:{config.port}"
+    address = join(config.host, config.port)
     credentials = server_credentials(config.tls)
     try:
         if credentials is None:
@@ -261,7 +262,7 @@ async def _serve(config: WorkerConfig, service: WorkerService) -> tuple[Any, str
             f"port: {address} cannot be bound; is it taken? Choose another with --port, or 0"
         ) from cause
     await server.start()
-    return server, f"{config.host}:{port}"
+    return server, join(config.host, port)
 
 
 async def _shutdown(

@@ -137,6 +137,7 @@ class Child:
 
     def _answers(self) -> bool:
         host, _, port = self.spec.probe.rpartition(":")
+        host = host.strip("[]")
         try:
             if not self.spec.health_path:
                 socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT).close()

@@ -19,9 +19,9 @@ from types import FrameType
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from deltaserve.addresses import join
 from deltaserve.config import Role
 from deltaserve.plan_config import PlanConfig
-from deploy.addresses import join
 from deploy.planner.load import Load, Profile, Promise
 from deploy.planner.policy import Plan, Planner, Settings
 from deploy.planner.reader import Reader, ReadFailed

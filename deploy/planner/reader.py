@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from deltaserve.addresses import join
 from deltaserve.config import Role
-from deploy.addresses import join
 from deploy.planner.load import DecodeLoad, Load, PrefillLoad
 
 TIMEOUT = 5.0

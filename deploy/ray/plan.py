@@ -11,12 +11,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from deltaserve.addresses import bracketed, join
 from deltaserve.config import ClusterConfig, EtcdConfig, Role, StoreConfig
 from deltaserve.up import binaries
 from deltaserve.up import plan as up_plan
 from deltaserve.up.cluster import ROLE_COMMAND
 from deltaserve.up.plan import LOOPBACK, Ports, ProcessSpec
-from deploy.addresses import bracketed, join
 from deploy.ray.config import RayConfig
 
 INFRASTRUCTURE = ("etcd", "master")

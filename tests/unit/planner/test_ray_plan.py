@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from deltaserve.addresses import bracketed
 from deltaserve.up.errors import ClusterError
 from deltaserve.up.plan import LOOPBACK, Ports
-from deploy.addresses import bracketed
 from deploy.ray import plan
 from deploy.ray.actors import Report
 from deploy.ray.cluster import RayCluster, connect
