@@ -289,6 +289,12 @@ class WorkerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _answers_are_exact(self) -> Self:
+        if self.device == "cuda" and self.dcp > 1 and self.extra_args.get("dcp_comm_backend") == "ag_rs":
+            # Seen with vllm 0.33.0 on two H200, with and without this project's connector (docs/gpu.md).
+            raise ValueError(
+                "extra_args.dcp_comm_backend: with ag_rs vLLM gives other tokens from the first decode step on; leave "
+                "it out, a2a is used then"
+            )
         method = draft_method(self.extra_args)
         if self.device == "cuda" or not method:
             return self

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from deltaserve.config import ClusterConfig, WorkerConfig
 from deltaserve.engine.arguments import connector_config, engine_args, set_environment
@@ -50,6 +51,9 @@ def test_context_parallel_ranks_of_gpus_exchange_all_to_all() -> None:
     assert engine_args(WorkerConfig(device="cuda", tp=2, dcp=2), None)["dcp_comm_backend"] == "a2a"
     assert "dcp_comm_backend" not in engine_args(WorkerConfig(device="cuda", tp=2), None)
     assert "dcp_comm_backend" not in engine_args(WorkerConfig(tp=2, dcp=2), None), "vLLM 0.32 on a CPU has our own"
+    with pytest.raises(ValidationError, match=r"extra_args\.dcp_comm_backend: with ag_rs"):
+        WorkerConfig(device="cuda", tp=2, dcp=2, extra_args={"dcp_comm_backend": "ag_rs"})
+    assert WorkerConfig(device="cuda", tp=2, extra_args={"dcp_comm_backend": "ag_rs"}), "nothing is exchanged"
 
 
 def test_roles_without_checkpoints_have_no_such_steps() -> None:
