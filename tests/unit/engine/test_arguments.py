@@ -50,7 +50,9 @@ def test_workers_may_share_a_gpu() -> None:
 def test_context_parallel_ranks_of_gpus_exchange_all_to_all() -> None:
     assert engine_args(WorkerConfig(device="cuda", tp=2, dcp=2), None)["dcp_comm_backend"] == "a2a"
     assert "dcp_comm_backend" not in engine_args(WorkerConfig(device="cuda", tp=2), None)
-    assert "dcp_comm_backend" not in engine_args(WorkerConfig(tp=2, dcp=2), None), "vLLM 0.32 on a CPU has our own"
+    assert "dcp_comm_backend" not in engine_args(WorkerConfig(tp=2, dcp=2), None), (
+        "vLLM 0.32 on a CPU has our own"
+    )
     with pytest.raises(ValidationError, match=r"extra_args\.dcp_comm_backend: with ag_rs"):
         WorkerConfig(device="cuda", tp=2, dcp=2, extra_args={"dcp_comm_backend": "ag_rs"})
     assert WorkerConfig(device="cuda", tp=2, extra_args={"dcp_comm_backend": "ag_rs"}), "nothing is exchanged"
