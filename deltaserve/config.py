@@ -266,8 +266,8 @@ class WorkerConfig(BaseModel):
 
     @property
     def longest_put(self) -> float:
-        """Seconds from taking room in the store to the end of a write there, at most: a publish is given up after four
-        load timeouts, and what it is doing then ends after one more and a few store calls."""
+        """Seconds from taking room in the store to the end of a write there, about: a publish is given up after four
+        load timeouts, and what it is doing then should end after one more and a few store calls."""
         return 5 * self.load_timeout + 3 * self.store.timeout
 
     @field_validator("advertise")
@@ -538,7 +538,7 @@ class ClusterConfig(BaseModel):
         if role == "decode":
             return self.decode_options
         extra = _extra_args(self.prefill_options)
-        if "speculative_config" in extra or self.drafts.get("method", "ngram") == "ngram":
+        if "speculative_config" in extra or draft_method(_extra_args(self.decode_options)) in ("", "ngram"):
             return self.prefill_options
         return {**self.prefill_options, "extra_args": {**extra, "speculative_config": self.drafts}}
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging: registered host memory, handed out in slices.
 
-One mapping a pool, touched by nobody until a slice is used, so that it costs memory only as far as it is needed. Slices
-are given first fit, in the order in which they were asked for, so that a large one is not starved by small ones.
-What is larger than the whole mapping gets one of its own, one at a time.
+One mapping a pool, touched by nobody until a slice is used, so that it costs memory only as far as it is needed (all of
+it where it is pinned for a device). Slices are given first fit, in the order in which they were asked for, so that a
+large one is not starved by small ones. What is larger than the whole mapping gets one of its own, one at a time.
 
 A slice that a late call may still write into is not given out again before the pool says that the call has ended.
 """
@@ -58,7 +58,12 @@ class Staging:
         self.nbytes = _round_up(nbytes)
         self._memory = _map(self.nbytes)
         self._unpin = None if pin is None else pin(self._memory)
-        pool.register(self._memory)
+        try:
+            pool.register(self._memory)
+        except BaseException:
+            if self._unpin is not None:
+                self._unpin()
+            raise
         self._free = [(0, self.nbytes)]
         self._waiting: deque[object] = deque()
         self._quarantine: list[Slice] = []

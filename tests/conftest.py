@@ -14,13 +14,13 @@ import hypothesis.internal.observability  # noqa: F401
 import pytest
 from hypothesis import settings
 
+from deltaserve.up.devices import visible_devices
 from tests.support.fixtures import etcd_config, etcd_server, master, own_etcd, own_master  # noqa: F401
 
 # A deadline an example measures how busy the machine is, not whether the code is right.
 settings.register_profile("deltaserve", deadline=None)
 settings.load_profile("deltaserve")
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 _SCENARIOS = Path(__file__).parent / "scenario"
 
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _SCENARIOS in item.path.parents:
             item.add_marker(pytest.mark.scenario)
     items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
-    if _GPUS.is_dir() and any(_GPUS.iterdir()):
+    if visible_devices():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

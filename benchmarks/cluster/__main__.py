@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks.cluster --out FOLDER [--stages A,B] [--seconds N]``: verify a machine's GPUs, stage by stage.
 
-A stage that has written its result is not run again: the same command goes on where an earlier one stopped. Ends with a
-table; the exit code is 1 when a stage failed or was not run to its end.
+A stage that has passed with the same arguments is not run again: the same command goes on where an earlier one stopped.
+Ends with a table; the exit code is 1 when a stage failed or was not run to its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -15,17 +16,24 @@ import time
 from pathlib import Path
 
 from benchmarks.cluster.stages import STAGES, Stage, choose, command, row
+from deltaserve.up.devices import visible_devices
 
 STAGE_SECONDS = 540.0
 """What one stage may take."""
 
 
-def visible_gpus() -> int:
-    """Devices that CUDA may use: CUDA_VISIBLE_DEVICES, or all of the machine's."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return len([part for part in named.split(",") if part.strip()])
-    return len([card for card in Path("/dev").glob("nvidia[0-9]*") if card.name[6:].isdigit()])
+def asked_file(result: Path) -> Path:
+    """Where the arguments of a result's run are kept."""
+    return result.with_suffix(".arguments")
+
+
+def is_known(result: Path, arguments: list[str]) -> bool:
+    """Whether a run with these arguments has passed already."""
+    try:
+        asked = json.loads(asked_file(result).read_text())
+        return bool(asked == arguments and json.loads(result.read_text())["passed"])
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def run(stage: Stage, arguments: list[str], log: Path, seconds: float, answers: Path) -> str:
@@ -40,7 +48,11 @@ def run(stage: Stage, arguments: list[str], log: Path, seconds: float, answers: 
             code = process.wait(seconds)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
             process.terminate()  # verify stops its cluster then
-            process.wait()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             if isinstance(error, KeyboardInterrupt):
                 raise
             return f"stopped after {seconds:.0f} s; its lines are in {log}"
@@ -72,7 +84,7 @@ def main() -> int:
     if args.out is None:
         parser.error("--out: name a folder for the results")
     try:
-        stages = choose(args.stages, visible_gpus() if args.device == "cuda" else 2)
+        stages = choose(args.stages, len(visible_devices()) if args.device == "cuda" else 2)
     except ValueError as error:
         parser.error(str(error))
     if not stages:
@@ -81,15 +93,17 @@ def main() -> int:
     began = time.monotonic()
     for stage in stages:
         result = args.out / f"{stage.name}.json"
-        if result.is_file():
-            print(f"{stage.name}: known", flush=True)
-            continue
-        if args.budget and time.monotonic() - began > args.budget:
-            print(f"{stage.name}: no time left", flush=True)
-            continue
         arguments = command(
             stage, args.model, args.device, result, args.out / "run" / stage.name, args.verify
         )
+        if is_known(result, arguments):
+            print(f"{stage.name}: known", flush=True)
+            continue
+        result.unlink(missing_ok=True)
+        if args.budget and time.monotonic() - began > args.budget:
+            print(f"{stage.name}: no time left", flush=True)
+            continue
+        asked_file(result).write_text(json.dumps(arguments))
         ended = run(stage, arguments, args.out / f"{stage.name}.log", args.seconds, args.out / "answers")
         print(f"{stage.name}: {ended}", flush=True)
     print(f"\n{'stage':14} {'':42} {'ask':>4} {'store':>8}")

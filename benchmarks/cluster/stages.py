@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages: one run of `deltaserve verify` each, short enough for a machine that is lent by the quarter of an hour.
+"""The stages: one run of `deltaserve verify` each, short enough to be run one at a time.
 
 Stages of one family (`short`, `long`) ask the same questions, so the aggregated engine answers them once: its answers
 are kept in the output folder and serve the stages that follow, also after an interruption.

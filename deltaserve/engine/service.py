@@ -132,7 +132,7 @@ class WorkerService(WorkerServicer):
                 job = self._jobs.get(output.request_id)
                 if job is None or job.ended:
                     continue
-                if output.num_nans_in_logits:
+                if output.num_nans_in_logits and not job.silent:
                     self._not_numbers(job, output.num_nans_in_logits)
                     continue
                 self._role.on_output(job, output)
@@ -148,11 +148,21 @@ class WorkerService(WorkerServicer):
 
     def _not_numbers(self, job: Job, count: int) -> None:
         """End a job whose logits are not numbers: sampling gives some token even so, and the client would not know.
-        vLLM counts them when VLLM_COMPUTE_NANS_IN_LOGITS is set (deltaserve.engine.arguments)."""
+
+        vLLM counts them when VLLM_COMPUTE_NANS_IN_LOGITS is set (deltaserve.engine.arguments); with drafts it counts
+        the first position of the batch's first requests only. The job ends as an aborted one does: its ranks may have
+        written, and still report. A publish goes on, because its state is looked at number by number.
+        """
         assert self._host is not None
         WORKER.not_finite()
+        log.error(
+            "request %s: %d of its logits are not numbers: a kernel or its state is damaged",
+            job.add.request_id,
+            count,
+        )
         self._host.abort([job.key])
-        self.fail(job, f"{count} of its logits are not numbers: a kernel or its state is damaged")
+        job.stream.send(pb.FromWorker(step=codec.encode_error(job.add.id)))
+        self._end(job, "aborted")
 
     # ---- the life of a job
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from deltaserve.cli.options import to_argv
 from deltaserve.config import ClusterConfig, EtcdConfig, RouterConfig, StoreConfig, WorkerConfig
+from deltaserve.up.devices import visible_devices
 from deltaserve.up.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
@@ -275,9 +276,7 @@ class _devices:
         self._visible: list[str] = []
         if config.device == "cpu":
             return
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        cards = [card for card in Path("/dev").glob("nvidia[0-9]*") if card.name[6:].isdigit()]
-        self._visible = [part for part in named.split(",") if part] or [str(i) for i in range(len(cards))]
+        self._visible = visible_devices()
         largest = max(config.prefill_tp if config.prefill else 1, config.decode_tp)
         if len(self._visible) < largest:
             raise ClusterError(

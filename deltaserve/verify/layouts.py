@@ -117,7 +117,7 @@ def _counts(judgement: Judgement) -> tuple[int, int, int, int, float]:
     outcomes = judgement.outcomes
     return (
         len(outcomes),
-        sum(not outcome.difference.within(judgement.tolerance) for outcome in outcomes),
+        sum(map(judgement.different, outcomes)),
         sum(outcome.case.length for outcome in outcomes),
         sum(outcome.from_store for outcome in outcomes),
         largest(outcomes),

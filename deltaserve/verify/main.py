@@ -100,6 +100,12 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
     excuse: Callable[[Difference], bool] | None = None
     if reference.rounds(engine):
         noise = rounding.of_answers(expected)
+        if not noise.plausible:
+            raise reference.ReferenceError(
+                f"the aggregated engine contradicts itself: its own batches move log-probs by up to "
+                f"{noise.logprob:.1e} and the two likeliest tokens by up to {noise.gap:.1e}, more than rounding does; "
+                "look at its kernels"
+            )
         tolerance, gap = noise.tolerance(config.tolerance), noise.gap
         say(
             f"rounding: the engine's own batches move log-probs by up to {noise.logprob:.1e} and the distance of the "

@@ -79,6 +79,8 @@ def answers(
     store = AnswerStore(cache or CACHE, config)
     known = [store.get(group) for group in groups]
     missing = [group for group, found in zip(groups, known, strict=True) if found is None]
+    if missing and rounds(config):
+        missing = list(groups)  # what rounding moves is measured with all of them at once
     if missing:
         note(f"one aggregated engine answers {sum(len(g.cases) for g in missing)} requests")
         began = time.monotonic()
@@ -135,11 +137,12 @@ class AnswerStore:
 
 
 def source_digest() -> str:
-    """Digest of what the aggregated engine runs of this project, its kernels and arguments: others may differ."""
+    """Digest of what the aggregated engine runs of this project: kernels, arguments, and how it is asked."""
     package = Path(__file__).parents[1] / "engine"
     digest = hashlib.sha256()
-    for path in sorted([*package.glob("cpu/**/*.py"), package / "arguments.py"]):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    measures = [Path(__file__), Path(rounding.__file__)]
+    for path in [*sorted([*package.glob("cpu/**/*.py"), package / "arguments.py"]), *measures]:
+        digest.update(path.relative_to(package.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from deltaserve.verify.compare import Answer, compare
 
 LOGPROB_FACTOR = 2.0
+MOST = (0.5, 2.0)
+"""Of log-prob and gap, nats: an engine that moves more than that by itself is no reference. Logits of some tens have
+steps of an eighth in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Noise:
     def tolerance(self, configured: float) -> float:
         """Largest difference of log-probs that is no difference."""
         return max(configured, LOGPROB_FACTOR * self.logprob)
+
+    @property
+    def plausible(self) -> bool:
+        """Whether rounding alone can be the cause; a NaN is infinite noise."""
+        return self.logprob <= MOST[0] and self.gap <= MOST[1]
 
 
 def between(first: Answer, other: Answer) -> Noise:

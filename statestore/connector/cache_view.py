@@ -71,6 +71,11 @@ class CacheView:
         return min(cache.shape[0] for cache in (*(c for _, c, _ in self._kda), *(c for _, c in self._mla)))
 
     @property
+    def device(self) -> torch.device:
+        """Where the caches are."""
+        return self._mla[0][1].device
+
+    @property
     def on_host(self) -> bool:
         """Whether the caches are host memory."""
         return self._host is not None

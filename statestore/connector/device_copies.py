@@ -157,18 +157,23 @@ class DeviceCopies:
         if stream is None:
             stream = self._local.stream = torch.cuda.Stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            yield
-            stream.synchronize()
+            try:
+                yield
+            finally:
+                # Also when one copy failed: those before it must not write any more once this has been reported.
+                stream.synchronize()
 
 
-def pin(memory: Bytes) -> Callable[[], None]:
-    """Lock host memory for copies of the device's at full speed; returns what undoes it, before the memory goes.
+def pin(device: torch.device, memory: Bytes) -> Callable[[], None]:
+    """Lock host memory for the device's copies at full speed; returns what undoes it, before the memory goes.
 
     Raises RuntimeError naming the limit that refused.
     """
     runtime = torch.cuda.cudart()
     address = memory.ctypes.data
-    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    # On another device the call would make a context there, which takes some hundred MB of its memory.
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
     if code != 0:
         raise RuntimeError(
             f"cudaHostRegister of {memory.nbytes} bytes of staging failed with code {code}; "

@@ -18,7 +18,6 @@ from deltaserve.verify.prompts import Case, Group, Prompt, PromptMaker
 from deltaserve.verify.reference import answers, engine_config
 from tests.cluster.calls import call, complete, sample_of
 from tests.support.cluster import DEMO, MakeCluster, cluster_config
-from tests.support.patience import HUNG
 from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -27,6 +26,7 @@ LENGTHS = (129, 500, 1000)
 LONG, HISTORY = 400, 232
 """Prompt tokens: of a prompt that continues a history, and of that history, which ends inside a block."""
 ANSWER = 32
+PATIENCE = 240.0
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "mtp": {"method": "mtp", "model": str(DEMO / "mtp"), "num_speculative_tokens": 2},
@@ -70,7 +70,16 @@ class Asked:
             tries.append(self.say(prompt, cache_salt=f"{salt} {len(tries)}"))
             return bool(tries[-1]["from_store"] == len(prompt) - 1)
 
-        wait_until(whole, HUNG, "handed over")
+        wait_until(whole, PATIENCE, "handed over")
+
+    def history(self, same: dict[str, str]) -> None:
+        """Ask for what the next prompts continue, until the worker that shall know it does."""
+
+        def known() -> bool:
+            trace = self.say(CONTINUED[:HISTORY], **same)
+            return same["placement"] == "local" or bool(trace["boundary_length"])
+
+        wait_until(known, PATIENCE, "the history is known")
 
     def accepted(self, prompt: tuple[int, ...], tokens: int) -> int:
         """Drafted tokens that are part of a lone answer of ``tokens`` tokens: those beyond one a step."""
@@ -118,7 +127,7 @@ def test_answers_with_drafts_are_those_without(
         # A history, then twice at once what continues it: on the decode worker alone, and handed over.
         for placement, known in (("local", "local"), ("handover", "prefill_cached")):
             same = {"placement": placement, "cache_salt": placement}
-            asked.say(CONTINUED[:HISTORY], **same)
+            asked.history(same)
             for each in [pool.submit(asked.say, CONTINUED, **same) for _ in range(2)]:
                 trace = each.result()
                 if placement == "local" or trace["boundary_length"]:

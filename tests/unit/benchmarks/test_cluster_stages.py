@@ -82,6 +82,28 @@ def test_a_stage_with_a_result_is_not_run_again(
     out = capsys.readouterr().out
     assert "0 different, 2 excused" in out
     assert "12 of 12 found" in out
+    monkeypatch.setattr(sys, "argv", [*wanted, "--device", "cpu"])
+    command_line.main()
+    assert ran[3:] == ["short-1-1-1", "damage"], "other arguments are another run"
+
+
+def test_a_failed_stage_is_run_again(tmp_path: Path) -> None:
+    result = tmp_path / "r.json"
+    command_line.asked_file(result).write_text('["verify"]')
+    result.write_text(json.dumps({**PASSED, "passed": False}))
+    assert not command_line.is_known(result, ["verify"])
+    result.write_text(json.dumps(PASSED))
+    assert command_line.is_known(result, ["verify"])
+    assert not command_line.is_known(result, ["verify", "--quick"])
+
+
+def test_a_stage_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    ended = command_line.run(STAGES[0], [], tmp_path / "log", 0.2, tmp_path)
+    assert "stopped after 0 s" in ended
 
 
 def test_a_failed_stage_fails_the_command(tmp_path: Path) -> None:

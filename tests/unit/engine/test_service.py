@@ -205,7 +205,8 @@ async def test_logits_that_are_no_numbers_end_one_request_with_an_error() -> Non
             "the token that was sampled is not sent"
         )
         assert r.host.aborted == [bad]
-        assert "not numbers" in r.role.ended[0][1]
+        # As an abort: ranks may have written, and the role waits for their reports.
+        assert r.role.ended == [(1, "aborted")]
         assert r.service.job_count == 1
         call.cancel()
 

@@ -6,6 +6,7 @@ The copies themselves are tested on the CPU in test_cache_view.py; here they run
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from statestore.connector.cache_view import CacheView
 from statestore.connector.device_copies import pin
+from statestore.pool import PoolUnavailable
 from statestore.reshard import head_bytes, row_bytes
 from statestore.staging import Staging
 from tests.property.rank_caches import RankCaches, blocks_for
@@ -62,7 +64,7 @@ def test_device_and_host_agree(
     full, empty = (RankCaches(g, blocks_for(g, LENGTH), block_major) for _ in range(2))
     tables = full.tables(LENGTH)
     full.lay_out(world, 3, tables)
-    staging = Staging(_Anything(), 1 << 20, pin)  # type: ignore[arg-type]
+    staging = Staging(_Anything(), 1 << 20, partial(pin, torch.device("cuda:0")))  # type: ignore[arg-type]
     request.addfinalizer(staging.close)
     mine = np.flatnonzero(owners(LENGTH, 2, 8) == 1)[::-1].copy()
     heads = staging.acquire(g.heads_per_rank * head_bytes(g), 1.0).view
@@ -83,6 +85,31 @@ def test_device_and_host_agree(
     # Control: one byte elsewhere is seen.
     memory[0] ^= 1
     assert not (memory.cpu().numpy() == full.memory).all()
+
+
+class _Refuses(_Anything):
+    """A pool that is away."""
+
+    def register(self, buffer: Any) -> None:
+        raise PoolUnavailable("away")
+
+
+@pytest.mark.parametrize("pool", [_Anything(), _Refuses()], ids=["closed", "refused"])
+def test_pinned_memory_is_given_back(pool: _Anything) -> None:
+    pinned: list[int] = []
+
+    def lock(memory: Any) -> Any:
+        pinned.append(memory.nbytes)
+        return pinned.clear
+
+    if isinstance(pool, _Refuses):
+        with pytest.raises(PoolUnavailable):
+            Staging(pool, 1 << 16, lock)  # type: ignore[arg-type]
+    else:
+        staging = Staging(pool, 1 << 16, lock)  # type: ignore[arg-type]
+        assert pinned == [1 << 16]
+        staging.close()
+    assert pinned == []
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -103,7 +103,9 @@ class Handoff:
         self.loading = caches
         records = (*changes.pop("parents", ()), record)
         Loader(view, self.pool, rank, 1.0, verify, "none").load(
-            LoadJob("k", records, tables, changes.pop("local", 0)), RankReport(rank)
+            LoadJob("k", records, tables, changes.pop("local", 0)),
+            RankReport(rank),
+            changes.pop("free", lambda: None),
         )
         return caches
 
@@ -152,6 +154,17 @@ def test_every_rank_restores_its_share(handoff: Handoff) -> None:
     caches = handoff.load(0, record)
     caches.memory[np.flatnonzero(caches.memory != handoff.before)[0]] ^= 1
     assert not handoff.is_exact(0, caches)
+
+
+def test_nothing_is_written_before_the_blocks_are_free(handoff: Handoff) -> None:
+    """A device may still use them for whoever had them before."""
+    record = handoff.publish()
+    untouched: list[bool] = []
+    caches = handoff.load(
+        0, record, free=lambda: untouched.append(bool((handoff.loading.memory == handoff.before).all()))
+    )
+    assert untouched == [True]
+    assert not (caches.memory == handoff.before).all(), "the control: the load does write"
 
 
 def test_reports_name_what_was_written(handoff: Handoff) -> None:

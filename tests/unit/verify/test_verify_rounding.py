@@ -4,6 +4,7 @@ compared all the same."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -121,6 +122,14 @@ def test_the_reference_measures_itself_from_its_cache_and_at_once() -> None:
     noises = [answer.noise[0] for group in measured for answer in group]
     assert noises == pytest.approx([0.2, 0.0, 0.03]), "a sampled answer says nothing about rounding"
     assert rounding.of_answers(measured).logprob == pytest.approx(0.2)
+
+
+def test_an_engine_that_contradicts_itself_is_no_reference() -> None:
+    first = Answer((1, 2), (-0.1, -0.2), (1.0, 1.0))
+    broken = Answer((1, 2), (-0.1, math.nan), (1.0, 1.0))
+    assert not rounding.between(first, broken).plausible
+    assert not rounding.between(first, Answer((1, 3), (-0.1, -0.2), (1.0, 1.5))).plausible
+    assert NOISE.plausible
 
 
 def test_noise_is_measured_to_the_end_of_an_answer() -> None:
