@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from deltaserve.engine import resume
+from deltaserve.engine import partial_hits, resume
 
 SUPPORTED_VLLM = ("0.32.0", "0.33.0")
 
@@ -147,6 +147,7 @@ class EngineHost:
             from vllm.v1.executor import Executor
 
             check_shape(EngineCore)
+            partial_hits.install()
             core = EngineCore(
                 self._vllm_config,
                 Executor.get_class(self._vllm_config),

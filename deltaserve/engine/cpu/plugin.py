@@ -34,9 +34,10 @@ def platform() -> str | None:
 
 def register() -> None:
     """Register the model classes, install what no model class does; called by vLLM in every process it starts."""
-    from deltaserve.engine import resume
+    from deltaserve.engine import partial_hits, resume
 
     resume.install()
+    partial_hits.install()
     if not cpu_build():
         return
     from vllm.platforms import current_platform
@@ -46,9 +47,8 @@ def register() -> None:
     require_supported_version()
     from vllm import ModelRegistry
 
-    from deltaserve.engine.cpu import partial_hits, waiting
+    from deltaserve.engine.cpu import waiting
 
     waiting.install()
-    partial_hits.install()
     for architecture, model in _MODELS.items():
         ModelRegistry.register_model(architecture, model)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from deltaserve.engine.cpu import partial_hits, plugin
+from deltaserve.engine import partial_hits
+from deltaserve.engine.cpu import plugin
 from deltaserve.engine.cpu.vllm_version import UnsupportedVllmError
 
 pytest.importorskip("vllm")
@@ -132,6 +133,6 @@ def test_installed_once_and_only_where_it_fits() -> None:
     assert manager.cache_blocks is method
     other = type("Other", (), {"cache_blocks": lambda self, request: None})
     with pytest.raises(
-        UnsupportedVllmError, match=r"cache_blocks takes .*adapt deltaserve/engine/cpu/partial_hits"
+        UnsupportedVllmError, match=r"cache_blocks takes .*adapt deltaserve/engine/partial_hits"
     ):
         partial_hits.install(other)
