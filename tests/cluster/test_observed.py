@@ -97,7 +97,8 @@ def test_the_roles_expose_what_is_documented(observed: Cluster, answer: dict[str
 
 
 def traced(cluster: Cluster, collector: Collector, number: int) -> list[Seen]:
-    """The spans of a request of its own, once every name of TREE is among them; [] when it was not handed over."""
+    """The spans of a request of its own, once every name of TREE is among them; [] when its state was not handed over
+    in one go: then other spans are right."""
     body = {
         "model": cluster.served_model_name,
         "prompt": [9 + number, *PROMPT],
@@ -112,6 +113,9 @@ def traced(cluster: Cluster, collector: Collector, number: int) -> list[Seen]:
         assert reply.headers["x-request-id"]
         if not reply.headers["x-deltaserve-route"].startswith("handover "):
             return []
+        seen = call(f"{cluster.endpoint}/deltaserve/requests/{json.load(reply)['id']}")[1]
+    if seen["failure"] or seen["from_store"] != len(PROMPT):
+        return []
     return collector.wait_for(*TREE, trace=trace)
 
 
