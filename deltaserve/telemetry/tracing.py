@@ -113,6 +113,7 @@ def configure(config: TraceConfig, service: str, instance: str = "", exporter: A
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     from deltaserve import __version__
+    from deltaserve.telemetry.span_ids import SystemIds
 
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -122,7 +123,9 @@ def configure(config: TraceConfig, service: str, instance: str = "", exporter: A
     resource = Resource.create(
         {"service.name": service, "service.instance.id": instance or service, "service.version": __version__}
     )
-    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(config.ratio)), resource=resource)
+    provider = TracerProvider(
+        sampler=ParentBased(TraceIdRatioBased(config.ratio)), resource=resource, id_generator=SystemIds()
+    )
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
     _State.provider, _State.tracer = provider, provider.get_tracer("deltaserve", __version__)
     log.info("traces go to %s", config.endpoint or "an exporter of the caller's")

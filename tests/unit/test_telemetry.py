@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from pydantic import ValidationError
 
 from deltaserve.config import LogConfig, TraceConfig
 from deltaserve.telemetry import about, tracing
 from deltaserve.telemetry.logs import NAME_VARIABLE, VLLM_CONFIG, JsonFormatter, client_id, request_of
 from deltaserve.telemetry.progress import KEPT, Board, Stage
+from deltaserve.telemetry.span_ids import SystemIds
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deltaserve", "router", "prefill_worker", "decode_worker", "statestore")
@@ -162,6 +165,18 @@ def test_a_collector_that_is_away_costs_nothing_and_ends_in_time() -> None:
     span.end()
     tracing.shut_down()
     assert not tracing.enabled()
+
+
+def test_processes_with_one_seed_name_their_spans_apart() -> None:
+    """vLLM seeds Python's generator in every worker."""
+    found = []
+    for ids in (SystemIds(), RandomIdGenerator()):
+        drawn = []
+        for _ in range(2):
+            random.seed(0)
+            drawn.append((ids.generate_span_id(), ids.generate_trace_id()))
+        found.append(drawn[0] == drawn[1])
+    assert found == [False, True], "the control: the SDK's own are equal"
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
