@@ -12,3 +12,9 @@ def bracketed(host: str) -> str:
 def join(host: str, port: int) -> str:
     """host:port."""
     return f"{bracketed(host)}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of host:port. Raises ValueError where the port is no number."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

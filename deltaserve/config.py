@@ -38,6 +38,13 @@ def _check_address(value: str) -> None:
         raise ValueError(f"{value!r} is not host:port; write it without a scheme and a path")
 
 
+def _address_or_empty(value: str) -> str:
+    """For fields that may be left empty."""
+    if value:
+        _check_address(value)
+    return value
+
+
 EXACT_DRAFTS = ("ngram", "mtp")
 """Drafts with which the CPU engine gives the tokens that it gives without (docs/replay_ssm.md)."""
 
@@ -270,12 +277,7 @@ class WorkerConfig(BaseModel):
         load timeouts, and what it is doing then should end after one more and a few store calls."""
         return 5 * self.load_timeout + 3 * self.store.timeout
 
-    @field_validator("advertise")
-    @classmethod
-    def _is_address(cls, value: str) -> str:
-        if value:
-            _check_address(value)
-        return value
+    _is_address = field_validator("advertise")(_address_or_empty)
 
     @model_validator(mode="after")
     def _dcp_fits(self) -> Self:
@@ -603,12 +605,7 @@ class DoctorConfig(WorkerConfig):
         None, description="file that gets the report as JSON", json_schema_extra={"flag": "--json"}
     )
 
-    @field_validator("endpoint")
-    @classmethod
-    def _is_worker(cls, value: str) -> str:
-        if value:
-            _check_address(value)
-        return value
+    _is_worker = field_validator("endpoint")(_address_or_empty)
 
 
 class BoundariesConfig(BaseModel):

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from deltaserve.addresses import join, split
 from deltaserve.config import EtcdConfig
 from deltaserve.pem import read_pem
 
@@ -62,10 +63,7 @@ def _target(endpoints: Sequence[str]) -> tuple[str, str]:
 
     With TLS and several endpoints, every certificate must name the first endpoint's host.
     """
-    hosts = []
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
-        hosts.append((host.strip("[]"), int(port)))
+    hosts = [split(endpoint) for endpoint in endpoints]
     first = hosts[0][0]
     if len(hosts) == 1 and not _is_address(first):
         return f"dns:///{endpoints[0]}", first
@@ -84,7 +82,7 @@ def _is_address(host: str) -> bool:
 
 def _resolve(host: str, port: int) -> list[str]:
     if _is_address(host):
-        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+        return [join(host, port)]
     try:
         found = socket.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from deltaserve.addresses import split
 from deltaserve.config import StoreConfig
 from statestore.bounded_calls import BoundedCalls
 from statestore.mooncake_client import MISSING, Client, describe, error_of, is_later, is_unreachable, probe
@@ -292,9 +293,8 @@ def reachable(master: str) -> bool:
     """Whether something listens there. With HA (etcd://a;b) the client finds its leader itself."""
     _, _, rest = master.rpartition("://")
     for address in re.split("[,;]", rest):
-        host, _, port = address.rpartition(":")
         with contextlib.suppress(OSError, ValueError):
-            socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+            socket.create_connection(split(address), PROBE_SECONDS).close()
             return True
     return False
 

@@ -147,6 +147,7 @@ class EngineHost:
             from vllm.v1.executor import Executor
 
             check_shape(EngineCore)
+            # Also where vLLM finds no entry points, as in a package that only lies on the path: answers depend on it.
             partial_hits.install()
             core = EngineCore(
                 self._vllm_config,

@@ -22,6 +22,7 @@ from collections import deque
 from pathlib import Path
 from typing import IO, Literal
 
+from deltaserve.addresses import split
 from deltaserve.up.plan import ProcessSpec
 
 State = Literal["waiting", "starting", "ready", "restarting", "held", "failed", "stopped"]
@@ -136,13 +137,12 @@ class Child:
         self.state, self.stage, self.address = "ready", "ready", address
 
     def _answers(self) -> bool:
-        host, _, port = self.spec.probe.rpartition(":")
-        host = host.strip("[]")
+        host, port = split(self.spec.probe)
         try:
             if not self.spec.health_path:
-                socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT).close()
+                socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
                 return True
-            connection = http.client.HTTPConnection(host, int(port), timeout=_PROBE_TIMEOUT)
+            connection = http.client.HTTPConnection(host, port, timeout=_PROBE_TIMEOUT)
             try:
                 connection.request("GET", self.spec.health_path)
                 return connection.getresponse().status == 200

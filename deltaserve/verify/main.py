@@ -27,8 +27,8 @@ from deltaserve.up import Cluster, ClusterError
 from deltaserve.up.display import Lines
 from deltaserve.verify import layouts, reference, report, rounding
 from deltaserve.verify.client import Endpoint, EndpointError
-from deltaserve.verify.compare import NEED_ANOTHER, Difference
-from deltaserve.verify.judge import Judge, Judgement
+from deltaserve.verify.compare import NEED_ANOTHER, Outcome
+from deltaserve.verify.judge import Judge, Judgement, is_excused
 from deltaserve.verify.prompts import Group, PromptError, make_groups
 from deltaserve.verify.runner import run_pass
 
@@ -97,7 +97,7 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
     expected = reference.answers(engine, groups, _cache(), say)
     placements = ["handover"] if config.damage != "none" else list(config.placements)
     tolerance, gap = config.tolerance, None
-    excuse: Callable[[Difference], bool] | None = None
+    excuse: Callable[[Outcome], bool] | None = None
     if reference.rounds(engine):
         noise = rounding.of_answers(expected)
         if not noise.plausible:
@@ -112,7 +112,7 @@ def verify(config: VerifyConfig, say: Callable[[str], None]) -> Judgement:
             f"two likeliest tokens by up to {noise.gap:.1e}"
         )
         if config.damage == "none":
-            excuse = partial(Difference.excused, tolerance=tolerance, gap=gap)
+            excuse = partial(is_excused, tolerance=tolerance, gap=gap)
     judge = Judge(config.damage, tolerance, gap)
     with _endpoint(config, say) as endpoint:
         say(report.header())

@@ -281,15 +281,14 @@ def _with_noise(
     at_once = iter(ask(flat, [f"at-once-{index}" for index in range(len(flat))]))
 
     def measure(case: Case, first: Answer, other: Answer, salt: str) -> rounding.Noise:
-        noises, done = [rounding.between(first, other)], 0
+        noises, done, left = [rounding.between(first, other)], 0, first
         for _ in range(_CONTINUATIONS):
-            differs = compare(rounding.rest(first, done), other).first_token
+            differs = compare(left, other).first_token
             if differs is None or (done := done + differs + 1) >= len(first.tokens):
                 break
-            prompt = Prompt(case.prompt.tokens + first.tokens[:done])
-            rest = replace(case, prompt=prompt, max_tokens=len(first.tokens) - done)
+            rest, left = rounding.rest(case, first, done)
             (other,) = ask([rest], [salt])
-            noises.append(rounding.between(rounding.rest(first, done), other))
+            noises.append(rounding.between(left, other))
         return rounding.largest(noises)
 
     measured = []

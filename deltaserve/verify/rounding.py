@@ -21,9 +21,10 @@ In float32 none of this applies: tokens must be equal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltaserve.verify.compare import Answer, compare
+from deltaserve.verify.prompts import Case, Prompt
 
 LOGPROB_FACTOR = 2.0
 MOST = (0.5, 2.0)
@@ -58,9 +59,11 @@ def between(first: Answer, other: Answer) -> Noise:
     return Noise(difference.logprob, max(gaps, default=0.0))
 
 
-def rest(answer: Answer, done: int) -> Answer:
-    """What follows the first `done` tokens."""
-    return Answer(answer.tokens[done:], answer.logprobs[done:], answer.gaps[done:])
+def rest(case: Case, answer: Answer, done: int) -> tuple[Case, Answer]:
+    """The request for what follows the first `done` tokens of an answer, and that part of the answer."""
+    left = Answer(answer.tokens[done:], answer.logprobs[done:], answer.gaps[done:])
+    prompt = Prompt(case.prompt.tokens + answer.tokens[:done])
+    return replace(case, name=f"{case.name} +{done}", prompt=prompt, max_tokens=len(left.tokens)), left
 
 
 def largest(noises: Iterable[Noise]) -> Noise:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 
 from deltaserve.verify import rounding
 from deltaserve.verify.client import Endpoint
-from deltaserve.verify.compare import Answer, Difference, Outcome, compare
-from deltaserve.verify.prompts import Group, Prompt
+from deltaserve.verify.compare import Answer, Outcome, compare
+from deltaserve.verify.prompts import Group
 
 _runs = count(1)
 
@@ -21,7 +20,7 @@ def run_pass(
     groups: Sequence[Group],
     references: Sequence[Sequence[Answer]],
     placement: str,
-    excuse: Callable[[Difference], bool] | None = None,
+    excuse: Callable[[Outcome], bool] | None = None,
 ) -> Iterator[Outcome]:
     """Send every group under one placement, one group after another.
 
@@ -43,7 +42,7 @@ def run_pass(
                 recalled = reference.tokens[0] == case.prompt.answer
             outcome = Outcome(case, placement, compare(reference, answer), trace, recalled)
             yield outcome
-            if excuse is not None and not case.temperature:
+            if excuse is not None:
                 yield from _rest(endpoint, outcome, reference, salt, excuse)
 
 
@@ -52,21 +51,15 @@ def _rest(
     outcome: Outcome,
     reference: Answer,
     salt: str,
-    excuse: Callable[[Difference], bool],
+    excuse: Callable[[Outcome], bool],
 ) -> Iterator[Outcome]:
     """What follows an excused token, asked for again after the reference's own, until nothing is left."""
     asked, done = outcome.case, 0
-    while (first := outcome.difference.first_token) is not None and excuse(outcome.difference):
+    while (first := outcome.difference.first_token) is not None and excuse(outcome):
         done += first + 1
         if done >= len(reference.tokens):
             return
-        case = replace(
-            asked,
-            name=f"{asked.name} +{done}",
-            prompt=Prompt(asked.prompt.tokens + reference.tokens[:done]),
-            max_tokens=len(reference.tokens) - done,
-        )
-        expected = rounding.rest(reference, done)
+        case, expected = rounding.rest(asked, reference, done)
         answer, trace = endpoint.complete(case, outcome.placement, f"{salt}-{case.name}" if salt else "")
         outcome = Outcome(case, outcome.placement, compare(expected, answer), trace, None)
         yield outcome

@@ -77,11 +77,9 @@ class WorkerHalf:
         self._rank = get_tensor_model_parallel_rank()
         self._view = CacheView(kv_caches, self._kv_cache_config, self._geometry)
         room = staging_bytes(self._geometry, self._longest)
-        device = self._view.device
-        self._pool = MooncakePool(
-            self._store, staging_bytes=room, pin=partial(pin, device) if device.type == "cuda" else None
-        )
-        if device.type == "cuda":
+        locked = None if self._view.on_host else partial(pin, self._view.device)
+        self._pool = MooncakePool(self._store, staging_bytes=room, pin=locked)
+        if locked is not None:
             with self._pool.staging(1, timeout):
                 pass  # pinned now: what refuses it is seen at the start, and on this thread
         self._publisher = Publisher(self._view, self._pool, self._rank, timeout)

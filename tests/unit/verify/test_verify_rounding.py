@@ -15,7 +15,7 @@ from deltaserve.config import WorkerConfig
 from deltaserve.verify import report, rounding
 from deltaserve.verify.client import Endpoint
 from deltaserve.verify.compare import Answer, Difference, Outcome
-from deltaserve.verify.judge import Judge
+from deltaserve.verify.judge import Judge, is_excused
 from deltaserve.verify.prompts import Case, Group, Prompt, make_groups
 from deltaserve.verify.reference import _with_noise, rounds
 from deltaserve.verify.runner import run_pass
@@ -45,7 +45,7 @@ def run(flips: dict[int, int]) -> tuple[Any, list[Outcome]]:
     """One prompt of 17 tokens; the endpoint says another token at the lengths in `flips`."""
     case = Case("17 greedy", Prompt(tuple(range(1, 18))), max_tokens=TOKENS)
     endpoint = FakeEndpoint(lambda body: (say(body["prompt"], body["max_tokens"], flips), true_trace(body)))
-    excuse = partial(Difference.excused, tolerance=NOISE.tolerance(1e-3), gap=NOISE.gap)
+    excuse = partial(is_excused, tolerance=NOISE.tolerance(1e-3), gap=NOISE.gap)
     try:
         expected = [[say(case.prompt.tokens, TOKENS)]]
         found = list(run_pass(Endpoint(endpoint.url), [Group((case,))], expected, "handover", excuse))
