@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from deltaserve import etcd_channel
+from deltaserve import etcd_channel, tls
 from deltaserve.addresses import bracketed
 from deltaserve.config import LogConfig, RouterConfig
 from deltaserve.membership import Membership
@@ -122,11 +122,9 @@ def _check_model(config: RouterConfig) -> None:
 
 
 def _check_tls(config: RouterConfig) -> None:
-    """The files of every kind of TLS can be read, and fit."""
-    from router.worker_link import Dial
-
+    """The files of every kind of TLS can be read, and fit. Said before vLLM is imported, which takes seconds."""
     try:
-        Dial.of(config)
+        tls.channel_opener(config.worker_tls)
         etcd_channel.credentials(config.etcd)
     except ValueError as error:
         raise Failed(str(error)) from error

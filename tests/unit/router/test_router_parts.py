@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltaserve.config import RouterConfig
+from router import main
 from router.cooldown import FIRST_SECONDS, LONGEST_SECONDS, THRESHOLD, Cooldown
 from router.placement import Facts, InvalidPlacement, local_reason, parse_override
 from router.trace import Trace, TraceRing, response_id
@@ -97,3 +101,33 @@ def test_cooldown() -> None:
     assert not cooldown.allows("w")
     cooldown.forget("w")
     assert cooldown.allows("w")
+
+
+MODEL = Path(__file__).parents[3] / "models" / "demo"
+
+
+class Served(Exception):
+    """The router came to serve."""
+
+
+@pytest.mark.parametrize("usable", [False, True])
+def test_a_certificate_that_cannot_be_used_is_told_before_vllm_is_imported(
+    usable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What imports vLLM cannot be imported here; the control, with nothing wrong, comes to serve."""
+
+    def serve(*_: Any) -> None:
+        raise Served
+
+    for name in ("vllm", "router.worker_link", "router.core_client"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(main, "_configure_logging", lambda config: None)
+    monkeypatch.setattr(main, "_serve", serve)
+    missing = dict.fromkeys(("ca_cert", "cert", "key"), tmp_path / "gone.pem")
+    config = RouterConfig.model_validate({"model": MODEL, "port": 0, "worker_tls": {} if usable else missing})
+    if usable:
+        with pytest.raises(Served):
+            main.run(config)
+        return
+    assert main.run(config) == 1
+    assert "worker_tls" in capsys.readouterr().err
