@@ -4,12 +4,15 @@
 A step's tokens fall into up to three parts, which vLLM's metadata names: requests with a speculative window, requests
 that decode one token, and requests that prefill. Decodes come first in a batch without speculation.
 
+Where the engine folds at start (``replay.py``), a window writes no state: its records are folded by the next one.
+
 With ``additional_config={"kda_prefill_checkpoint": True}`` the layers offer vLLM's scheduler internal checkpoints: the
 last pass over a prompt is not split at the reusable position, and the state there is stored on the way.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -18,15 +21,16 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 
+from deltaserve.engine.cpu import replay
 from deltaserve.engine.cpu.conv import decode_conv, prefill_conv, speculative_conv, store_columns
 from deltaserve.engine.cpu.kda import NULL_SLOT, chunk_kda, decode_kda, speculative_kda
+from deltaserve.engine.cpu.layer_caches import LayerCaches
 from deltaserve.engine.cpu.vllm_internals import (
     GDNAttentionBackend,
     GDNAttentionMetadata,
     GDNAttentionMetadataBuilder,
     KimiGatedDeltaNetAttention,
     KimiK3DeltaAttention,
-    is_conv_state_dim_first,
 )
 
 CHECKPOINT_ALIGNMENT = 16
@@ -52,21 +56,7 @@ class CpuDeltaBackend(GDNAttentionBackend):
         return CpuDeltaMetadataBuilder
 
 
-class _Caches:
-    """A layer's two state tensors: raw convolution columns [slots, C, W-1+num_spec], recurrent [slots, H, V, K]."""
-
-    def __init__(self, layer: Any) -> None:
-        conv, self.recurrent = layer.kv_cache
-        self.conv: Tensor = conv if is_conv_state_dim_first() else conv.transpose(-1, -2)
-        self.weight: Tensor = layer.conv1d.weight.view(
-            layer.conv1d.weight.size(0), layer.conv1d.weight.size(2)
-        )
-        self.gate = {"a_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.gate_lower_bound}
-        self.heads: int = layer.local_num_heads
-        self.head_dim: int = layer.head_dim
-
-
-def _prefill(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
+def _prefill(c: LayerCaches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
     """Requests that prefill, the single-token decodes before them included: all continue from their slot."""
     cu = m.non_spec_query_start_loc.tolist()
     spans = list(itertools.pairwise(cu))
@@ -94,13 +84,13 @@ def _prefill(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, o
             c.recurrent[slot] = state[n].to(c.recurrent.dtype)
 
 
-def _decode(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
+def _decode(c: LayerCaches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
     slots = m.non_spec_state_indices_tensor[: qkv.shape[0]]
     y = decode_conv(qkv, c.weight, c.conv, slots)
     out.copy_(decode_kda(y, raw_g, raw_beta, **c.gate, state_cache=c.recurrent, slots=slots))
 
 
-def _speculate(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
+def _speculate(c: LayerCaches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor) -> None:
     cu = m.spec_query_start_loc[: m.num_spec_decodes + 1].tolist()
     slots = m.spec_state_indices_tensor[: m.num_spec_decodes]
     accepted = m.num_accepted_tokens
@@ -119,6 +109,35 @@ def _speculate(c: _Caches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor,
     )
 
 
+def _replay(
+    steps: Any, layer: str, c: LayerCaches, m: Any, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor
+) -> None:
+    """Windows whose accepted tokens become state when the next window begins."""
+    n = m.num_spec_decodes
+    steps.advance(
+        layer,
+        m.spec_sequence_masks_cpu.nonzero().flatten().tolist(),
+        qkv,
+        raw_g,
+        raw_beta,
+        blocks=m.spec_state_indices_tensor[:n, 0],
+        cu_seqlens=m.spec_query_start_loc[: n + 1],
+        out=out,
+    )
+
+
+def _settle(steps: Any, layer: str, m: Any) -> None:
+    """Fold what is pending of the requests of this step that run no window."""
+    blocks = m.non_spec_state_indices_tensor
+    if blocks is None:
+        return
+    if m.spec_sequence_masks is None:
+        rows = list(range(len(steps.requests)))
+    else:
+        rows = (~m.spec_sequence_masks_cpu[: len(steps.requests)]).nonzero().flatten().tolist()
+    steps.settle(layer, rows, blocks[: len(rows)])
+
+
 def _forward(
     layer: Any, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
 ) -> None:
@@ -131,22 +150,28 @@ def _forward(
     tokens = m.num_actual_tokens
     qkv, raw_g, raw_beta = mixed_qkv[:tokens], g1[0, :tokens], beta[0, :tokens]
     out = core_attn_out[0, :tokens]
-    caches = _Caches(layer)
+    caches = LayerCaches(layer)
     others = _prefill if m.num_prefills > 0 else _decode
+    speculate = _speculate
+    if (steps := replay.active()) is not None:
+        speculate = functools.partial(_replay, steps, layer.prefix)
+        _settle(steps, layer.prefix, m)
     if m.spec_sequence_masks is None:
         others(caches, m, qkv, raw_g, raw_beta, out)
     elif m.num_prefills == 0 and m.num_decodes == 0:
-        _speculate(caches, m, qkv, raw_g, raw_beta, out)
+        speculate(caches, m, qkv, raw_g, raw_beta, out)
     else:
-        for run, index in ((_speculate, m.spec_token_indx), (others, m.non_spec_token_indx)):
+        for run, index in ((speculate, m.spec_token_indx), (others, m.non_spec_token_indx)):
             part = torch.empty(index.numel(), *out.shape[1:], dtype=out.dtype)
             run(caches, m, qkv[index], raw_g[index], raw_beta[index], part)
             out[index] = part
     core_attn_out.copy_(layer.o_norm(core_attn_out, g2))
 
 
-def _offer_checkpoint(spec: Any, vllm_config: Any) -> Any:
-    """Reserve the block for an internal checkpoint where the configuration asks for it."""
+def _cache_spec(spec: Any, vllm_config: Any) -> Any:
+    """Ask for a block for an internal checkpoint where the configuration says so, and for none a draft with replay."""
+    if replay.wanted(vllm_config):
+        spec = replace(spec, num_speculative_blocks=0)
     options = vllm_config.additional_config
     wanted = isinstance(options, dict) and bool(options.get("kda_prefill_checkpoint", False))
     if not wanted:
@@ -161,7 +186,7 @@ class CpuK3DeltaAttention(KimiK3DeltaAttention):
         return CpuDeltaBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return _offer_checkpoint(super().get_kv_cache_spec(vllm_config), vllm_config)
+        return _cache_spec(super().get_kv_cache_spec(vllm_config), vllm_config)
 
     def _forward(
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
@@ -176,7 +201,7 @@ class CpuKimiLinearDeltaAttention(KimiGatedDeltaNetAttention):
         return CpuDeltaBackend
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return _offer_checkpoint(super().get_kv_cache_spec(vllm_config), vllm_config)
+        return _cache_spec(super().get_kv_cache_spec(vllm_config), vllm_config)
 
     def _forward(
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor

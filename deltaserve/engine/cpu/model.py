@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from deltaserve.engine.cpu import mla_backend, sampling
+from deltaserve.engine.cpu import mla_backend, replay_runner, sampling
 from deltaserve.engine.cpu import vllm_internals as internals
 from deltaserve.engine.cpu.attention_residual import attention_residual
 from deltaserve.engine.cpu.block_copies import longest_first
@@ -85,6 +85,7 @@ def install() -> None:
     internals.replace(_Experts, "apply", _experts_apply)
     internals.replace(internals.model_runner, "copy_kv_cache_blocks_inplace", longest_first(_copy_blocks))
     sampling.install()
+    replay_runner.install()
 
 
 def keep_plain_weights(model: nn.Module) -> None:

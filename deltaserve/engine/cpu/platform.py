@@ -37,6 +37,10 @@ class HybridCpuPlatform(CpuPlatform):
         model = vllm_config.model_config
         if model is None or not model.use_mla:
             return
+        if model.is_hybrid:
+            from deltaserve.engine.cpu import replay
+
+            replay.take_over(vllm_config)
         scheduler.enable_chunked_prefill, cache.enable_prefix_caching = chunked, prefix
         scheduler.max_num_batched_tokens = batched_tokens
         if model.is_hybrid:

@@ -6,6 +6,9 @@ column that the step writes (``precopy``); after a step whose accepted tokens cr
 boundary is put where the prefix cache expects it (``postprocess``). In both, the bias is how many accepted tokens lie
 between: the recurrent state of each is in a column of its own, the convolution's raw columns are shifted.
 
+Where the engine folds at start (``replay.py``), the state of the running column lacks the pending records: both fold
+them on the way instead.
+
 vLLM hands the caches over as addresses; a block table entry is an int32, a page may be longer than its state.
 """
 
@@ -16,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from deltaserve.engine.cpu import replay
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,16 @@ def precopy(
         state_dim_row_stride_ptr.tolist(),
         CONV_STATE_DIM_FIRST,
     )
+    moves = []
     for request in _requests(num_reqs, idx_mapping_ptr, HAS_IDX_MAPPING):
         source, target = int(src_col_ptr[request]), int(mamba_state_idx_ptr[request])
         if source >= 0 and source != target:
-            pages.copy(request, source, target, int(token_bias_ptr[request]))
+            moves.append((request, source, target))
+    if (steps := replay.active()) is not None:
+        steps.move(moves)
+        return
+    for request, source, target in moves:
+        pages.copy(request, source, target, int(token_bias_ptr[request]))
 
 
 def postprocess(
@@ -153,6 +164,7 @@ def postprocess(
         state_dim_row_stride_ptr.tolist(),
         CONV_STATE_DIM_FIRST,
     )
+    steps, cuts = replay.active(), []
     for request in _requests(num_reqs, idx_mapping_ptr, HAS_IDX_MAPPING):
         accepted, column = int(num_accepted_tokens_ptr[request]), int(mamba_state_idx_ptr[request])
         computed = int(num_computed_tokens_ptr[request])
@@ -169,8 +181,12 @@ def postprocess(
         bias, target = boundary - running, boundary // block_size - 1
         if column == target:
             num_accepted_tokens_out_ptr[request] = 1
-        if column != target or bias != 0:
+        if steps is not None:
+            cuts.append((request, column, target, bias + 1))
+        elif column != target or bias != 0:
             pages.copy(request, column, target, bias)
+    if steps is not None:
+        steps.boundary(cuts)
 
 
 def _entry(values: Tensor | None, request: int) -> int:

@@ -110,6 +110,12 @@ __all__ = [
 def _check() -> None:
     _require_parameters("CPUModelRunner._sample", CPUModelRunner._sample, ("logits", "spec_decode_metadata"))
     _require_attributes("CPUModelRunner", CPUModelRunner, ("_bookkeeping_sync",))
+    _require_parameters("CPUModelRunner._update_states", CPUModelRunner._update_states, ("scheduler_output",))
+    _require_parameters(
+        "CPUModelRunner._update_states_after_model_execute",
+        CPUModelRunner._update_states_after_model_execute,
+        ("output_token_ids", "scheduler_output"),
+    )
     for layer in (KimiK3DeltaAttention, KimiGatedDeltaNetAttention):
         name = layer.__name__
         _require_parameters(
@@ -131,6 +137,7 @@ def _check() -> None:
             "spec_state_indices_tensor",
             "non_spec_state_indices_tensor",
             "spec_sequence_masks",
+            "spec_sequence_masks_cpu",
             "spec_token_indx",
             "non_spec_token_indx",
             "num_accepted_tokens",

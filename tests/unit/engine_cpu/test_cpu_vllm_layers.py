@@ -69,7 +69,7 @@ def test_prefill_then_decode_then_prefill_again_with_a_checkpoint() -> None:
     from deltaserve.engine.cpu import delta_attention as layers
 
     layer = Layer()
-    caches = layers._Caches(layer)
+    caches = layers.LayerCaches(layer)
     requests = [tokens(70), tokens(2), tokens(90)]
     first = [40, 2, 90]
     checkpoint = SimpleNamespace(offsets=[0, 0, 64], state_indices=torch.tensor([0, 0, 9]))
@@ -117,7 +117,7 @@ def test_speculation_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     num_spec = 3
     layer: Any = Layer(num_spec)
     layer.prefix, layer.o_norm = "layer.0", lambda x, gate: x * gate
-    caches = layers._Caches(layer)
+    caches = layers.LayerCaches(layer)
     speculating, starting = tokens(24), tokens(21)
     start = [t[:20] for t in speculating]
     layers._prefill(caches, metadata([20], [4], [False]), *start, torch.empty(20, HEADS, DIM))
