@@ -3,7 +3,8 @@
 
     PREFIX/boundaries/<id>             JSON of a BoundaryRecord: pending, evicting, or a request's own; under no lease
     PREFIX/checkpoints/<id>            JSON of a committed checkpoint: what every worker's index watches
-    PREFIX/children/<parent>/<id>      the child entry of a record that rests on <parent>, its last parent
+    PREFIX/children/<parent>/<id>      the child entry of a pending or committed record that rests on <parent>, its last
+                                       parent
     PREFIX/members/<role>/<worker id>  the owner's membership, attached to its lease (deltaserve.membership): the fence
 
 A checkpoint's id begins with its model and prefix, so that a transaction can compare that there is none of the same
@@ -196,11 +197,10 @@ class EtcdLedger(Ledger):
         compare = [Compare.value(self._checkpoint(record.id), record.to_json())]
         if not bad:
             compare.append(Compare.none_under(self._children(record.id)))
-        result = await self._etcd.txn(
-            compare,
-            [Op.delete(self._checkpoint(record.id)), Op.put(key, evicting.to_json())],
-            [Op.get(key)],
-        )
+        then = [Op.delete(self._checkpoint(record.id)), Op.put(key, evicting.to_json())]
+        if record.parents:
+            then.append(Op.delete(self._child(record.id, record.parents)))
+        result = await self._etcd.txn(compare, then, [Op.get(key)])
         return evicting if result.succeeded or _is_value(result.reads[0], evicting) else None
 
     async def pins(self) -> dict[str, Names]:

@@ -18,9 +18,10 @@ owner's lease: when the owner dies they stay, so that `sweep` knows which object
 record last: the other order would leave objects that nobody knows.
 
     evict     `begin_eviction`, one transaction, compares that no child entry exists, and makes the record invisible;
-              then the objects go; then `release`.
+              then its owner removes the objects; then `release`.
 
-A child entry comes and goes with its record, in the same transaction, whatever the transaction is.
+A child entry comes with its record and goes when the record goes or becomes invisible, in the same transaction,
+whatever the transaction is: from then on nobody reads the record, and what it rests on is of no use to it.
 
 Errors: LedgerError for what the ledger refuses, ConnectionError when it cannot be reached in time.
 """
@@ -146,8 +147,9 @@ class Ledger(ABC):
 
     @abstractmethod
     async def begin_eviction(self, record: BoundaryRecord, bad: bool = False) -> BoundaryRecord | None:
-        """Make a committed checkpoint invisible, as state `evicting`, so that its objects can be removed.
+        """Make a committed checkpoint invisible, as state `evicting`, so that its owner can remove its objects.
 
+        Whoever may call it: an owner, and others who need what it rests on, which it pins no longer.
         `bad`: also when something rests on it, because a load of it has failed: what rests on it is of no use either.
         Returns the record as it is now; None when something rests on it, or it is no committed checkpoint any more.
         """

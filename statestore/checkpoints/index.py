@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from statestore.boundary import BoundaryInvalid, BoundaryRecord
 from statestore.checkpoints.chain import check_chain
@@ -127,6 +127,14 @@ class CheckpointIndex:
     def is_leaf(self, boundary: str) -> bool:
         """Whether no checkpoint rests on it (a request's own boundary may: the ledger knows)."""
         return boundary not in self._children
+
+    def below(self, boundary: str) -> Iterator[str]:
+        """Ids of every known checkpoint that rests on it, nearer ones before what rests on them."""
+        waiting = [*self._children.get(boundary, ())]
+        while waiting:
+            name = waiting.pop()
+            yield name
+            waiting += self._children.get(name, ())
 
     def lookup(self, tokens: Sequence[int], cache_salt: str, most: int) -> Chain:
         """The chain of the longest checkpoint of at most `most` tokens of this prompt; empty: there is none."""

@@ -144,7 +144,14 @@ class Publisher:
             chain = ()
         base = chain[-1].length if chain else 0
         end = len(tokens) + answer
-        room = self._room_for_answer(base, end) if answer else await self._room(base, end, spacing)
+        if answer:
+            room = self._room_for_answer(base, end)
+        else:
+            room = await self._room(base, end, spacing, chain)
+            if room is None and chain:
+                # Checkpoints go before a request is refused, the one that it would have started from too.
+                chain, base = (), 0
+                room = await self._room(base, end, spacing, chain)
         if room is None:
             log.warning(
                 "no room for the tokens [%d, %d): %d of %d bytes are in use, %d of them by checkpoints",
@@ -158,7 +165,7 @@ class Publisher:
         epoch = Epoch(self.lease, next(self._counter))
         self.budget.hold(str(epoch), room.nbytes, room.kept)
         if answer:
-            self._background(self.keeper.make_room())
+            self._background(self.keeper.make_room(spare=[one.id for one in chain]))
         model, prefix = self.geometry.model_digest, prefix_hash(tokens, cache_salt)
         record = BoundaryRecord(
             id=f"answer.{epoch}" if answer else boundary_id(model, prefix, epoch),
@@ -181,21 +188,25 @@ class Publisher:
         if chain and not answer:
             await asyncio.wait([opening])
             if isinstance(opening.exception(), ParentGone):
-                self.index.remove(chain[-1].id)
+                self.keeper.gone(chain[-1])
                 chain, record = (), replace(record, base=0, parents=())
                 opening = self._open(record)
         HANDOFF.opened()
         self._pending += 1
         return Publication(record, chain, cache_salt, room.spacing, opening, time.monotonic())
 
-    async def _room(self, base: int, end: int, spacing: int) -> _Room | None:
-        """Room for a boundary of the tokens [base, end) with checkpoints at this distance, wider ones, or none."""
+    async def _room(self, base: int, end: int, spacing: int, chain: Chain) -> _Room | None:
+        """Room for a boundary of the tokens [base, end) with checkpoints at this distance, wider ones, or none.
+
+        `chain`, on which it will rest, is not evicted for it.
+        """
+        spare = [one.id for one in chain]
         while True:
             links = min((end - base) // spacing, MAX_LINKS - 1) if spacing else 0
             nbytes = publish_bytes(self.geometry, base, end, links)
             kept = publish_bytes(self.geometry, base, end, links - 1) if links else 0
             possible = kept <= self.budget.checkpoint_limit
-            if possible and await self.keeper.make_room(nbytes, kept):
+            if possible and await self.keeper.make_room(nbytes, kept, spare):
                 return _Room(nbytes, kept, spacing)
             if not links:
                 # Checkpoints beyond their limit, which others pin, are no reason to be without a boundary.

@@ -125,7 +125,7 @@ class LedgerDouble(Ledger):
         self._register.require()
         pins: dict[str, Names] = {}
         for record in map(BoundaryRecord.from_json, self.records.values()):
-            if record.parents:
+            if record.parents and record.state != "evicting":
                 pins.setdefault(record.parents[-1], []).append(record.id)
         return pins
 

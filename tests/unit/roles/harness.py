@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,13 @@ def geometry(**changes: Any) -> Geometry:
     return Geometry(**{**values, **changes})
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what a worker does beside its requests."""
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - what is asked has no event to wait for
+            await asyncio.sleep(0.01)
+
+
 class Stream:
     """What a role needs of a router's stream."""
 
@@ -93,6 +100,8 @@ class Harness:
 
     role: Any
     worker_id: str
+    object_bytes = 64
+    """Of each of the two objects that `written` stores."""
 
     def __init__(self, tp: int = 1, beside: Harness | None = None, **config: Any) -> None:
         """`beside`: another harness of the same cluster; `config`: fields of WorkerConfig."""
@@ -177,14 +186,14 @@ class Harness:
         report = RankReport(rank, failure=failure, detail=failure and f"{failure} on purpose")
         for group in ("kda", "mla") if not failure else ():
             key = object_key(MODEL, intent.epoch, group, rank, link)  # type: ignore[arg-type]
-            with self.pool.staging(64, 1.0) as data:
+            with self.pool.staging(self.object_bytes, 1.0) as data:
                 data[:] = 7
                 placement = self.pool.put(key, [data])
             high = length or intent.length or 1
             report.objects.append(
-                ObjectEntry(key, group, 64, ("00" * 16,), base, high, True, placement.segment)  # type: ignore[arg-type]
+                ObjectEntry(key, group, self.object_bytes, ("00" * 16,), base, high, True, placement.segment)  # type: ignore[arg-type]
             )
-            report.nbytes += 64
+            report.nbytes += self.object_bytes
         return report
 
     async def settle(self) -> None:

@@ -312,26 +312,6 @@ async def test_what_is_in_use_is_not_evicted_and_nothing_more_is_promised() -> N
     assert not h.store.objects
 
 
-async def test_what_others_rested_on_is_evicted_when_they_have_gone() -> None:
-    one = await joined(checkpoint_bytes=1 << 16)
-    _, _, message = await publish(one)
-    other = PrefillHarness(name="b", beside=one)
-    await other.join()
-    other.see()
-    _, _, theirs = await publish(other, [*PROMPT, *range(40)], (96,))
-    await one.role.release([message.boundary])
-    await other.role.release([theirs.boundary])
-    one.see()
-    one.role.publisher.budget.checkpoint_limit = 0
-    await one.role.publisher.keeper.make_room()
-    assert {r.owner for r in one.checkpoints().values()} == {"prefill-a", "prefill-b"}, "theirs rests on ours"
-    await other.role.publisher.keeper.evict_some(1 << 20)
-    one.see()
-    await one.settle()
-    assert not one.checkpoints()
-    assert not one.store.objects
-
-
 async def test_without_room_it_is_said_before_anything_is_computed() -> None:
     room = publish_bytes(geometry(), 0, LENGTH, LENGTH // 16)
     h = await joined(store={"segment_bytes": room}, checkpoint_bytes=room)
