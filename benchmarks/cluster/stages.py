@@ -20,7 +20,7 @@ WIDE = [
     "--lengths",
     "16000,32000",
     "--max-model-len",
-    "33000",
+    "32768",
     "--concurrency",
     "1",
     "--placements",
