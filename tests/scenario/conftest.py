@@ -10,6 +10,7 @@ import pytest
 
 from statestore import sweeping
 from tests.scenario.stack import Stack, running
+from tests.support.reported import reported
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,3 +34,16 @@ async def stack() -> AsyncIterator[Stack]:
         await made.add("prefill")
         await made.add("decode")
         yield made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The gauges of what a request owns, as the test of 400 cancels saw them: a row a gauge, a column a moment."""
+    moments: dict[str, dict[str, int]] = dict(reported(terminalreporter, "gauges"))
+    if not moments:
+        return
+    widths = [max(len(moment), 12) for moment in moments]
+    head = "  ".join(f"{moment:>{width}}" for moment, width in zip(moments, widths, strict=True))
+    terminalreporter.write_line(f"{'gauge':24}  {head}")
+    for name in next(iter(moments.values())):
+        cells = [f"{gauges.get(name, '-'):>{w}}" for gauges, w in zip(moments.values(), widths, strict=True)]
+        terminalreporter.write_line(f"{name:24}  {'  '.join(cells)}")

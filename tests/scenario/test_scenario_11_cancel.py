@@ -7,6 +7,7 @@ and one beside them that is not cancelled and must be answered right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,8 +94,9 @@ POINTS = [queued, mid_prefill, published, mid_load, decoding, after_the_last_tok
 
 
 @pytest.mark.timeout(120)
-async def test_400_cancels(stack: Stack) -> None:
+async def test_400_cancels(stack: Stack, record_property: Callable[[str, object], None]) -> None:
     baseline = stack.gauges()
+    record_property("gauges", ["before", baseline])
     cancelled = 0
     while cancelled < CANCELS:
         point = POINTS[cancelled // AT_ONCE % len(POINTS)]
@@ -103,10 +105,12 @@ async def test_400_cancels(stack: Stack) -> None:
         assert stack.is_right(beside), f"the request beside those cancelled {point.__name__}"
         cancelled += AT_ONCE
     await stack.back_to(baseline)
+    record_property("gauges", [f"after {cancelled} cancels", stack.gauges()])
     # The control of the gauges: a request that lives moves most of them.
     stack.decode.engine.hold()
     ask = stack.ask(stack.prompt(LENGTH))
     await until(lambda: bool(stack.decode.engine.scheduler.requests))
+    record_property("gauges", ["one request alive", stack.gauges()])
     moved = {
         name.partition(" ")[2] or name for name, value in stack.gauges().items() if value != baseline[name]
     }
