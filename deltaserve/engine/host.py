@@ -149,6 +149,10 @@ class EngineHost:
             check_shape(EngineCore)
             # Also where vLLM finds no entry points, as in a package that only lies on the path: answers depend on it.
             partial_hits.install()
+            if self._vllm_config.device_config.device_type == "cuda":
+                from deltaserve.engine.cuda import replay_ssm
+
+                replay_ssm.install()
             core = EngineCore(
                 self._vllm_config,
                 Executor.get_class(self._vllm_config),

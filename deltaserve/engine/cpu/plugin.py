@@ -2,7 +2,8 @@
 """vLLM's entry points into the CPU engine: ``vllm.platform_plugins`` and ``vllm.general_plugins``.
 
 The kernels stay out of the way wherever vLLM runs on something else than the CPU build: a CUDA installation has its own
-for everything in this package. Requests that begin with a history (deltaserve.engine.resume) are for both.
+for everything in this package. Requests that begin with a history (deltaserve.engine.resume) are for both, and what is
+for CUDA alone lies in deltaserve.engine.cuda.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ def register() -> None:
     resume.install()
     partial_hits.install()
     if not cpu_build():
+        from deltaserve.engine.cuda import replay_ssm
+
+        replay_ssm.install()
         return
     from vllm.platforms import current_platform
 

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fold-at-start inside an engine that keeps states in blocks: the records of its requests between two steps.
+
+An engine calls ``plan`` once a step before its layers run, ``advance`` in every layer (capturable: the plan lies in
+buffers that stay where they are), and ``commit`` after sampling. Records belong to a request (its row in the engine's
+tables), not to a block: a request that starts anew calls ``forget``, whatever lies in its rows and blocks.
+
+What ``commit`` leaves pending is folded by the request's next window. It is folded at once where somebody reads the
+state before that: the request has reached the end of a block (the prefix cache keeps the state there), its next window
+may reach one (the engine then copies the state into the next block first), or the caller says so (``flush_now``).
+
+Everything that depends on accepted counts is computed on the device, without a synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode_worker.replay_ssm import gpu_path
+from decode_worker.replay_ssm.records import WindowPlan, WindowRecords
+
+FLUSH_ROWS = 32
+"""Rows of V that a program of the flush works on at once."""
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """One layer as the engine holds it: fp32 parameters, ``state`` [slots, H, V, K], ``conv`` [slots, C, 2 + T]."""
+
+    conv_weight: Tensor
+    """[C, 4] stored tap by tap."""
+    a_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None
+    state: Tensor
+    conv: Tensor
+    records: WindowRecords
+
+
+def _same(layers: Mapping[str, LayerTensors]) -> LayerTensors:
+    """Return one of the layers. Raise ``ValueError`` unless one launch can serve them all."""
+    if not layers:
+        raise ValueError("layers: at least one is needed")
+
+    def shape(layer: LayerTensors) -> tuple[object, ...]:
+        tensors = (layer.state, layer.conv, layer.records.u, layer.records.key_gate)
+        return (layer.lower_bound, *((t.dtype, tuple(t.shape[1:]), t.stride()) for t in tensors))
+
+    first = next(iter(layers.values()))
+    for name, layer in layers.items():
+        if shape(layer) != shape(first):
+            raise ValueError(f"layer {name} is laid out as {shape(layer)}, the first one as {shape(first)}")
+    if first.records.u.shape[0] % 2:
+        raise ValueError(f"records hold {first.records.u.shape[0]} rows: two are needed a request")
+    return first
+
+
+class EngineRecords:
+    """The pending records of up to ``max_requests`` requests in a group of layers that share a block table."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, LayerTensors],
+        window: int,
+        *,
+        config: gpu_path.KernelConfig | None = None,
+    ) -> None:
+        """``window`` is T, the most tokens of a window; two record rows a request say how many requests there are;
+        ``config`` None lets ``gpu_path.choose`` cut the kernels.
+
+        Raise ``ValueError`` for layers that differ, or a window that the kernels or the caches do not take.
+        """
+        first = _same(layers)
+        _, heads, value_dim, key_dim = first.state.shape
+        if window > gpu_path.TILE or window > first.records.u.shape[2]:
+            raise ValueError(
+                f"window={window}: the kernels take {gpu_path.TILE}, the records {first.records.u.shape[2]} "
+                f"positions; set num_speculative_tokens below {gpu_path.TILE}"
+            )
+        if first.conv.shape[2] != window + 2:
+            raise ValueError(
+                f"conv has {first.conv.shape[2]} columns, a window of {window} needs {window + 2}"
+            )
+        if key_dim % FLUSH_ROWS or value_dim % FLUSH_ROWS:
+            raise ValueError(f"state is [.., {value_dim}, {key_dim}]: both must be multiples of {FLUSH_ROWS}")
+        self.layers = dict(layers)
+        everyone = list(layers.values())
+        self.window = window
+        self.config = config
+        self.max_requests = first.records.u.shape[0] // 2
+        device = first.state.device
+        self.workspace = gpu_path.Workspace(
+            self.max_requests, heads, window, dtype=first.records.key_gate.dtype, device=device
+        )
+
+        def zeros(size: int = self.max_requests) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self._pending = zeros()
+        self._parity = zeros()
+        self._requests, self._counts, self._finals = zeros(), zeros(), zeros()
+        self._boundaries, self._boundary_counts = zeros(), zeros()
+        self._slots, self._read_rows, self._write_rows = zeros(), zeros(), zeros()
+        self._step_pending, self._write_at, self._conv_first = zeros(), zeros(), zeros()
+        self._cu = zeros(self.max_requests + 1)
+        self._flush_all = False
+
+        def table(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
+
+        self._tables = (
+            table([layer.state for layer in everyone]),
+            table([layer.conv for layer in everyone]),
+            table([layer.records.u for layer in everyone]),
+            table([layer.records.key_gate for layer in everyone]),
+        )
+        self._a_log = torch.stack([layer.a_log.reshape(-1) for layer in everyone]).float().contiguous()
+        self._dt_bias = torch.stack([layer.dt_bias.reshape(-1) for layer in everyone]).float().contiguous()
+
+    def forget(self, request: int) -> None:
+        """A request begins in this row: nothing is pending, whatever its predecessor left."""
+        self._pending[request] = 0
+
+    def plan(
+        self,
+        idx_mapping: Tensor,
+        state_indices: Tensor,
+        query_start_loc: Tensor,
+        *,
+        windows: int,
+        request_indices: Tensor | None = None,
+        flush_now: bool = False,
+    ) -> WindowPlan:
+        """The step's windows. Afterwards nothing is pending: this step's layers fold it.
+
+        ``idx_mapping`` gives a batch row's request, ``request_indices`` [windows] a window's batch row (None: the
+        same), ``state_indices`` [>= windows] its slot (0: padding), ``query_start_loc`` [windows + 1] its tokens.
+        ``flush_now``: somebody reads these states after the step. The plan has a row for every request, so a
+        graph captured with more rows than this step has windows finds padding there.
+        """
+        from decode_worker.replay_ssm import gpu_engine_kernels
+
+        if windows > self.max_requests:
+            raise ValueError(f"{windows} windows: the records were made for {self.max_requests} requests")
+        self._flush_all = flush_now
+        block = 128
+        gpu_engine_kernels.plan_step[(self.max_requests // block + 1,)](
+            idx_mapping, request_indices, state_indices, query_start_loc, self._pending, self._parity,
+            self._slots, self._cu, self._requests, self._read_rows, self._write_rows, self._step_pending,
+            self._conv_first, windows, self.max_requests, state_indices.stride(0),
+            MAPPED=request_indices is not None, BLOCK=block,
+        )  # fmt: skip
+        return self.rows(windows)
+
+    def rows(self, windows: int) -> WindowPlan:
+        """The plan's first ``windows`` rows; what a layer's launch takes."""
+        return WindowPlan(
+            self._cu[: windows + 1],
+            self._slots[:windows],
+            self._read_rows[:windows],
+            self._write_rows[:windows],
+            self._step_pending[:windows],
+            self._write_at[:windows],
+            self._conv_first[:windows],
+            1,
+            self.window,
+        )
+
+    def advance(
+        self, name: str, x: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor, windows: int
+    ) -> None:
+        """A layer's part of the step, for the plan's first ``windows`` rows; as ``gpu_path.advance_window``."""
+        layer = self.layers[name]
+        gpu_path.advance_window(
+            x,
+            layer.conv_weight,
+            layer.conv,
+            raw_g,
+            raw_beta,
+            a_log=layer.a_log,
+            dt_bias=layer.dt_bias,
+            lower_bound=layer.lower_bound,
+            state=layer.state,
+            records=layer.records,
+            plan=self.rows(windows),
+            out=out,
+            workspace=self.workspace,
+            config=self.config,
+        )
+
+    def commit(
+        self,
+        num_accepted_tokens: Tensor,
+        state_indices: Tensor,
+        query_start_loc: Tensor,
+        request_indices: Tensor | None = None,
+        block_table: Tensor | None = None,
+        num_computed_tokens: Tensor | None = None,
+        mamba_block_size: int | None = None,
+    ) -> None:
+        """After sampling: keep ``num_accepted_tokens`` [batch rows] tokens of every window of the last plan.
+
+        The last three say where blocks end, for an engine that keeps states there: ``block_table`` [batch rows,
+        blocks] slots, ``num_computed_tokens`` [batch rows] before the step, ``mamba_block_size`` tokens. Raise
+        ``ValueError`` when a block is shorter than a window.
+        """
+        from decode_worker.replay_ssm import gpu_engine_kernels
+
+        windows = state_indices.shape[0]
+        if windows == 0:
+            return
+        align = block_table is not None
+        if align and (mamba_block_size is None or mamba_block_size < self.window):
+            raise ValueError(
+                f"mamba_block_size={mamba_block_size}: a block must hold a window of {self.window}"
+            )
+        if not align and not self._flush_all:
+            gpu_engine_kernels.commit_step[(windows,)](
+                num_accepted_tokens, request_indices, self._requests, self._slots, self._cu, None, None,
+                self._pending, self._counts, self._finals, self._boundaries, self._boundary_counts,
+                0, 1, 1, 0, 0, MAPPED=request_indices is not None, ALIGN=False, WINDOW=self.window, num_warps=1,
+            )  # fmt: skip
+            return
+        gpu_engine_kernels.commit_step[(windows,)](
+            num_accepted_tokens, request_indices, self._requests, self._slots, self._cu,
+            block_table, num_computed_tokens, self._pending,
+            self._counts, self._finals, self._boundaries, self._boundary_counts,
+            int(self._flush_all), mamba_block_size or 1,
+            1 if block_table is None else block_table.shape[1],
+            0 if block_table is None else block_table.stride(0),
+            0 if block_table is None else block_table.stride(1),
+            MAPPED=request_indices is not None, ALIGN=align, WINDOW=self.window, num_warps=1,
+        )  # fmt: skip
+        self._flush(windows)
+
+    def _flush(self, windows: int) -> None:
+        """Fold the windows that ``commit`` marked, in all layers."""
+        from decode_worker.replay_ssm import gpu_engine_kernels
+
+        first = next(iter(self.layers.values()))
+        _, heads, value_dim, key_dim = first.state.shape
+        states, convs, us, key_gates = self._tables
+        bounded = first.lower_bound is not None
+        gpu_engine_kernels.flush_layers[(windows, len(self.layers), heads)](
+            first.state, states, first.conv, convs, first.records.u, us, first.records.key_gate, key_gates,
+            self._a_log, self._dt_bias, self._write_rows, self._slots, self._counts, self._finals,
+            self._boundaries, self._boundary_counts, first.lower_bound if bounded else 0.0,
+            first.state.stride(0), first.conv.stride(0), first.conv.stride(2), first.conv.stride(1),
+            first.records.u.stride(0), first.records.u.stride(1),
+            first.records.key_gate.stride(0), first.records.key_gate.stride(1),
+            heads,
+            K=key_dim, V=value_dim, BV=FLUSH_ROWS, WIDTH=4, BOUNDED=bounded, num_warps=4,
+        )  # fmt: skip
