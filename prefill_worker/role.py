@@ -29,6 +29,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from deltaserve.config import WorkerConfig
+from deltaserve.doctor.capabilities import Capability
+from deltaserve.doctor.passes import Prefills
 from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.telemetry import HANDOFF
 from deltaserve.telemetry.tracing import Span
@@ -65,6 +67,7 @@ class PrefillRole(Role):
         self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
         self._spacing = config.checkpoint_tokens if config.checkpoint_limit else 0
         self._held: dict[str, BoundaryRecord] = {}
+        self._prefills = Prefills()
         HANDOFF.owns("request", lambda: len(self._held))
 
     async def on_lease(self, lease: int) -> None:
@@ -201,6 +204,9 @@ class PrefillRole(Role):
         boundary = committed.links[-1]
         nbytes = sum(link.nbytes for link in outcome.links)
         self._held[boundary.id] = boundary
+        passes = outcome.passes
+        self._prefills.add(passes.steps, passes.computed, passes.again)
+        HANDOFF.prefilled(passes.steps, passes.computed - passes.again, passes.again)
         log.debug(
             "request %s: boundary %s of %d tokens, %d bytes",
             job.add.request_id,
@@ -208,7 +214,14 @@ class PrefillRole(Role):
             boundary.length,
             nbytes,
         )
-        span.set(boundary=boundary.id, bytes=nbytes, ranks=len(boundary.ranks), links=len(outcome.links))
+        span.set(
+            boundary=boundary.id,
+            bytes=nbytes,
+            ranks=len(boundary.ranks),
+            links=len(outcome.links),
+            passes=passes.steps,
+            computed_again=passes.again,
+        )
         span.end()
         if job.progress is not None:
             job.progress.boundary = boundary.id
@@ -258,6 +271,9 @@ class PrefillRole(Role):
             deadline.cancel()
         if job.ended:  # else its last step has not been delivered yet, and its end forgets it
             self._forget(job)
+
+    def capabilities(self, configured: list[Capability]) -> list[Capability]:
+        return self._prefills.seen(configured)
 
     # ---- release
 

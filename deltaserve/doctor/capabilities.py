@@ -20,6 +20,9 @@ State = Literal["active", "off", "unavailable"]
 
 _MISSING: Any = object()
 
+ONE_PASS = "one prefill pass"
+"""Name of the capability that a running prefill worker adds its counts to (deltaserve/doctor/passes.py)."""
+
 
 @dataclass(frozen=True)
 class Capability:
@@ -46,6 +49,7 @@ def report(vllm_config: Any, kv_cache_config: Any = None) -> list[Capability]:
     return [
         _adaptive_budget(vllm_config),
         _internal_checkpoints(vllm_config, kv_cache_config),
+        _one_pass(vllm_config, kv_cache_config),
         _zero_copy_mixed_batches(vllm_config),
         _deferred_mxfp4(vllm_config),
         _replay_ssm(vllm_config),
@@ -56,7 +60,12 @@ def report(vllm_config: Any, kv_cache_config: Any = None) -> list[Capability]:
 
 def report_json(vllm_config: Any, kv_cache_config: Any = None) -> str:
     """`report` as a JSON list of objects with the fields of `Capability`."""
-    return json.dumps([asdict(capability) for capability in report(vllm_config, kv_cache_config)])
+    return as_json(report(vllm_config, kv_cache_config))
+
+
+def as_json(capabilities: Iterable[Capability]) -> str:
+    """A JSON list of objects with the fields of `Capability`."""
+    return json.dumps([asdict(capability) for capability in capabilities])
 
 
 def require_state_connector(vllm_config: Any) -> None:
@@ -124,6 +133,26 @@ def _internal_checkpoints(config: Any, kv_cache_config: Any) -> Capability:
             name, "off", "prefix caching in align mode (enable_prefix_caching) switches it on", where
         )
     return Capability(name, "active", "FlashKDA exports the state inside one prefill pass", where)
+
+
+def _one_pass(config: Any, kv_cache_config: Any) -> Capability:
+    scheduler = config.scheduler_config
+    budget = getattr(scheduler, "max_num_batched_tokens", _MISSING)
+    if budget is _MISSING:
+        return _absent(ONE_PASS, "scheduler_config.max_num_batched_tokens")
+    step = getattr(scheduler, "max_num_scheduled_tokens", None) or budget
+    where = f"scheduler_config.max_num_scheduled_tokens={step}, max_num_batched_tokens={budget}"
+    words = f"a prompt is computed in forward passes of at most {step} tokens, every token once"
+    if step < budget:
+        # Not hidden: more passes than the budget asks for.
+        words += "; passes are cut there, because a checkpoint is taken where one ends (--checkpoint-tokens)"
+        return Capability(ONE_PASS, "off", words, where)
+    if _internal_checkpoints(config, kv_cache_config).state == "active":
+        return Capability(ONE_PASS, "active", f"{words}; the aligned state comes out of the last one", where)
+    if _aligned_caching(config):
+        words += "; one more where the last aligned state is kept, because a pass ends there"
+        return Capability(ONE_PASS, "unavailable", words, where)
+    return Capability(ONE_PASS, "active", words, where)
 
 
 def _checkpoint_reason(config: Any) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltaserve.doctor.capabilities import Capability
 from deltaserve.telemetry.progress import Progress, Report, Stage
 from deltaserve.telemetry.tracing import NO_SPAN, Span
 from deltaserve.wire import worker_pb2 as pb
@@ -101,6 +102,10 @@ class Role(ABC):
     @abstractmethod
     async def on_lease(self, lease: int) -> None:
         """The worker's lease changed: new epochs start with it."""
+
+    def capabilities(self, configured: list[Capability]) -> list[Capability]:
+        """What `deltaserve doctor --endpoint` hears: the configuration's capabilities, with what this role has seen."""
+        return configured
 
     @abstractmethod
     async def unread(self, segments: Collection[str]) -> int:

@@ -15,6 +15,7 @@ memory.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from itertools import count
@@ -22,6 +23,7 @@ from typing import Any
 
 import grpc
 
+from deltaserve.doctor.capabilities import Capability, as_json
 from deltaserve.engine.host import EngineHost
 from deltaserve.engine.role import Job, Refused, Role
 from deltaserve.telemetry import WORKER, about, tracing
@@ -256,7 +258,12 @@ class WorkerService(WorkerServicer):
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.WorkerDescription:
         if self._host is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
-        return self._description
+        assert self._role is not None
+        described = pb.WorkerDescription()
+        described.CopyFrom(self._description)
+        configured = [Capability(**item) for item in json.loads(described.capabilities or "[]")]
+        described.capabilities = as_json(self._role.capabilities(configured))
+        return described
 
     async def Engine(
         self, requests: AsyncIterator[pb.ToWorker], context: Any

@@ -81,6 +81,14 @@ class HandoffMetrics:
             "deltaserve_checkpoint_tokens_total",
             "prompt tokens restored from checkpoints instead of computed",
         )
+        self._passes = counter(
+            "deltaserve_prefill_passes_total", "forward passes that computed tokens of published prompts"
+        )
+        self._prefilled = counter(
+            "deltaserve_prefill_tokens_total",
+            "tokens of published prompts that those passes computed: once, or again",
+            ["kind"],
+        )
         self._bytes = counter("deltaserve_handoff_bytes_total", "state moved", ["stage"])
         self._seconds = Histogram(
             "deltaserve_handoff_seconds",
@@ -92,6 +100,8 @@ class HandoffMetrics:
         for stage in STAGES:  # so that a rate exists before the first event
             self._bytes.labels(stage)
             self._seconds.labels(stage)
+        for kind in ("once", "again"):
+            self._prefilled.labels(kind)
         for kind in RECORD_KINDS:
             self._records.labels(kind)
 
@@ -119,6 +129,12 @@ class HandoffMetrics:
             self._verified.inc()
         self._bytes.labels("load").inc(nbytes)
         self._seconds.labels("load").observe(seconds)
+
+    def prefilled(self, passes: int, once: int, again: int) -> None:
+        """A published prompt took so many passes; tokens computed for the first time, and those computed once more."""
+        self._passes.inc(passes)
+        self._prefilled.labels("once").inc(once)
+        self._prefilled.labels("again").inc(again)
 
     def released(self) -> None:
         """A boundary's objects and record are gone."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from statestore.boundary import BoundaryRecord, Epoch, ObjectEntry
+from statestore.connector.passes import Passes
 from statestore.ledger import MAX_LINKS
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ class PublishOutcome:
     detail: str = ""
     tokens: list[int] = field(default_factory=list)
     """The tokens that the final link covers, of a publish whose intent did not say its length."""
+    passes: Passes = field(default_factory=Passes)
+    """The forward passes that computed the prompt; none for the end of an answer."""
 
     @property
     def length(self) -> int:

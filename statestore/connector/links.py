@@ -56,6 +56,11 @@ class Links:
         return bool(self._sent)
 
     @property
+    def closed(self) -> bool:
+        """Whether no further link will go out: the prompt is computed, or the request has ended."""
+        return self._closed
+
+    @property
     def over(self) -> bool:
         """No further link will go out, and every rank has reported all that did."""
         return self._closed and all(len(sent.reports) == self._ranks for sent in self._sent)

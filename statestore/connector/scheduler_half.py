@@ -24,13 +24,14 @@ the running state is the block at the position of the last computed token, and a
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statestore.connector.events import emit, show
 from statestore.connector.intents import MAX_LINKS, PARAMS, Intents, LoadIntent, PublishIntent
 from statestore.connector.links import Link, Links
 from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports, StepMetadata
+from statestore.connector.passes import Passes
 from statestore.connector.pins import Pins
 
 __all__ = ["MAX_LINKS", "PARAMS", "Intents", "LoadIntent", "PublishIntent", "SchedulerHalf"]
@@ -46,6 +47,7 @@ class _Publish:
     request: Any
     links: Links
     tokens: list[int]
+    passes: Passes = field(default_factory=Passes)
 
 
 @dataclass
@@ -155,6 +157,8 @@ class SchedulerHalf:
                 if publish is None:
                     continue
                 computed = publish.request.num_computed_tokens + tokens
+                if publish.intent.length is not None and not publish.links.closed:
+                    publish.passes.step(computed - tokens, tokens)
                 link = publish.links.due(computed, self._state_tokens)
                 if link is not None:
                     metadata.publish.append(self._publish_job(key, publish.intent, link))
@@ -220,7 +224,8 @@ class SchedulerHalf:
         """Tell the service once nothing is out and nothing will follow."""
         if publish.links.over:
             del self._publish[key]
-            emit(self._worker_id, "written", key, publish.links.outcome(publish.tokens))
+            outcome = publish.links.outcome(publish.tokens)
+            emit(self._worker_id, "written", key, replace(outcome, passes=publish.passes))
 
     def finished(self, request: Any) -> None:
         """The request ended; called before its blocks are freed. Pins keep those that are still read."""

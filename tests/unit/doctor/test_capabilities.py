@@ -17,6 +17,7 @@ from deltaserve.doctor.capabilities import (
     report_json,
     require_state_connector,
 )
+from deltaserve.doctor.passes import Prefills
 
 
 class HybridConnector:
@@ -33,7 +34,10 @@ def config(**changes: Any) -> Any:
     """A configuration as vLLM 0.32 has it on a CPU; `changes` are dotted names with _ _ for the dot."""
     made = SimpleNamespace(
         scheduler_config=SimpleNamespace(
-            long_prefill_token_threshold=0, long_prefill_token_threshold_adaptive=False
+            long_prefill_token_threshold=0,
+            long_prefill_token_threshold_adaptive=False,
+            max_num_batched_tokens=8192,
+            max_num_scheduled_tokens=None,
         ),
         cache_config=SimpleNamespace(
             use_replayssm=False, enable_prefix_caching=True, mamba_cache_mode="align"
@@ -77,11 +81,12 @@ def one(name: str, **changes: Any) -> Capability:
     return next(item for item in report(config(**changes)) if item.name.startswith(name))
 
 
-def test_seven_optimisations_each_with_a_reason_and_a_place() -> None:
+def test_eight_optimisations_each_with_a_reason_and_a_place() -> None:
     items = report(config())
     assert [item.name for item in items] == [
         "adaptive scheduling budget",
         "internal KDA checkpoints",
+        "one prefill pass",
         "zero-copy mixed batches",
         "deferred MXFP4 finalization",
         "ReplaySSM",
@@ -134,6 +139,42 @@ def test_internal_checkpoints_are_read_from_a_running_engine_s_cache(blocks: int
     item = next(item for item in report(config(), cache) if item.name.startswith("internal"))
     assert item.state == state
     assert item.read_from.endswith(f"={blocks}")
+
+
+def test_one_pass_is_what_the_limits_and_the_kernels_allow(machine: Any) -> None:
+    item = one("one prefill pass")
+    assert item.state == "unavailable"
+    assert "one more where the last aligned state is kept" in item.reason
+    cut = one("one prefill pass", scheduler_config__max_num_scheduled_tokens=512)
+    assert cut.state == "off"
+    assert "at most 512 tokens" in cut.reason
+    assert "checkpoint" in cut.reason
+    machine.compute = (9, 0)
+    whole = one("one prefill pass")
+    assert whole.state == "active"
+    assert "at most 8192 tokens" in whole.reason
+    assert one("one prefill pass", cache_config__enable_prefix_caching=False).state == "active"
+
+
+def test_a_running_worker_adds_what_it_has_counted(machine: Any) -> None:
+    machine.compute = (9, 0)
+    configured = report(config())
+    prefills = Prefills()
+    assert prefills.seen(configured) == configured
+    prefills.add(1, 5000, 0)
+    prefills.add(2, 9000, 0)
+    seen = {item.name: item for item in prefills.seen(configured)}
+    assert seen.keys() == {item.name for item in configured}
+    found = seen["one prefill pass"]
+    assert found.state == "active"
+    assert found.reason.startswith(
+        "2 published prompts took 3 forward passes for 14000 tokens, 0 of them computed again; a prompt is"
+    )
+    # Control: one token that was computed twice is not hidden.
+    prefills.add(2, 101, 1)
+    (found,) = (item for item in prefills.seen(configured) if item.name == "one prefill pass")
+    assert found.state == "unavailable"
+    assert "1 of them computed again" in found.reason
 
 
 def test_zero_copy_needs_cuda_and_speculation(machine: Any) -> None:
