@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from benchmarks.handoff.bare import Bare
 from benchmarks.handoff.ledgers import LedgerLoop
 from benchmarks.handoff.shapes import MIB, shape_of
 from benchmarks.handoff.sides import PublishingSide, ReadingSide
-from benchmarks.handoff.table import Repetition, SizeResult
+from benchmarks.handoff.table import PATH, Repetition, SizeResult
 from deltaserve.config import EtcdConfig, StoreConfig
 from deltaserve.etcd import EtcdMembership
 from deltaserve.etcd_client import Etcd
@@ -127,7 +128,12 @@ class Run:
         self._ask("check", turn)
         side.release()
         stages = {**published.stages, **_reading(loaded.stages)}
-        return Repetition(loaded.ended - published.began, stages, loaded.nbytes)
+        # Both processes are of one machine, and so is their monotonic clock.
+        moments = [published.began, published.written, published.committed]
+        moments += [loaded.asked, loaded.record, loaded.checked, loaded.ended]
+        steps = (later - earlier for earlier, later in pairwise(moments))
+        path = dict(zip(PATH, steps, strict=True))
+        return Repetition(loaded.ended - published.began, stages, loaded.nbytes, path)
 
     def _bare_turn(self, mib: int, turn: int) -> tuple[float, float]:
         keys = [f"bare/{mib}/{turn}/{part}" for part in ("kda", "mla")]

@@ -35,17 +35,24 @@ class NotVerified(RuntimeError):
 
 @dataclass(frozen=True)
 class Published:
-    """One publish: the boundary, when it began (`time.monotonic`), and seconds by stage."""
+    """One publish: the boundary, when it began, had every object written and sealed, and was committed
+    (`time.monotonic`), and seconds by stage."""
 
     boundary: str
     began: float
+    written: float
+    committed: float
     stages: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """One load: when it ended (`time.monotonic`), seconds by stage, bytes that were read."""
+    """One load: when it was asked for, had the record, had all bytes checked, and ended (`time.monotonic`), seconds by
+    stage, bytes that were read."""
 
+    asked: float
+    record: float
+    checked: float
     ended: float
     stages: dict[str, float]
     nbytes: int
@@ -137,10 +144,11 @@ class PublishingSide(_Side):
         began = time.monotonic()
         self._computed.set_result(None)
         self._written.result()
+        written = time.monotonic()
         with self._spans.span("commit"):
             self._record = record.committed([RankEntry(0, "written", tuple(report.objects))])
             self._ledger.run(self._ledger.ledger.commit([self._record]))
-        return Published(record.id, began, self._spans.take())
+        return Published(record.id, began, written, time.monotonic(), self._spans.take())
 
     def release(self) -> None:
         """Give the objects and the record back."""
@@ -164,16 +172,17 @@ class ReadingSide(_Side):
 
     def load(self, turn: int, boundary: str) -> Loaded:
         """From the boundary's name to verified state in the cache. Raises what the loader raises."""
+        asked, checked = time.monotonic(), list[float]()
         with self._spans.span("record"):
             records = self._ledger.run(self._ledger.ledger.get_chain(boundary))
         if not records:
             raise NotVerified(f"boundary {boundary} is not committed")
-        report = RankReport(0)
+        report, read = RankReport(0), time.monotonic()
         job = LoadJob(
             key="bench", records=tuple(records), blocks=self._caches.tables[turn % SETS], local_tokens=0
         )
-        self._loader.load(job, report)
-        return Loaded(time.monotonic(), self._spans.take(), report.nbytes)
+        self._loader.load(job, report, lambda: checked.append(time.monotonic()))
+        return Loaded(asked, read, checked[0], time.monotonic(), self._spans.take(), report.nbytes)
 
     def check(self, turn: int) -> None:
         """Compare the cache with what the publisher's held, byte by byte. Raises NotVerified."""

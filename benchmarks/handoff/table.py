@@ -24,13 +24,28 @@ STAGES = (
 """In the order of the handoff."""
 
 
+PATH = (
+    "written",
+    "committed",
+    "reader asked",
+    "record read",
+    "copied and checked",
+    "in the cache",
+)
+"""What follows one another from the prefill's last kernel to the decode's first step; together they are the handoff."""
+
+ETCD = ("committed", "record read")
+"""Those of them that wait for etcd."""
+
+
 @dataclass(frozen=True)
 class Repetition:
-    """One handoff: seconds in all and by stage, and bytes that the reader read."""
+    """One handoff: seconds in all and by stage, bytes that the reader read, and seconds by step of `PATH`."""
 
     seconds: float
     stages: dict[str, float]
     nbytes: int
+    path: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,6 +82,25 @@ class SizeResult:
     def stage(self, name: str) -> float:
         """Median seconds of a stage."""
         return statistics.median(one.stages.get(name, 0.0) for one in self.handoffs)
+
+    def path(self) -> dict[str, float]:
+        """Mean seconds of every step of `PATH` in the middle half of the handoffs, so that they add up."""
+        ordered = sorted(self.handoffs, key=lambda one: one.seconds)
+        quarter = len(ordered) // 4
+        middle = ordered[quarter : len(ordered) - quarter]
+        return {name: statistics.fmean(one.path.get(name, 0.0) for one in middle) for name in PATH}
+
+    def beyond(self) -> dict[str, float]:
+        """What a handoff takes beyond bare, in parts of bare that add up to (ratio - 1): see `beyond_table`."""
+        path, put, get = self.path(), self.bare_median(0), self.bare_median(1)
+        seconds = {
+            "written, beyond bare put": path["written"] - put,
+            "etcd: commit and record": sum(path[name] for name in ETCD),
+            "message to the reader": path["reader asked"],
+            "copied and checked, beyond bare get": path["copied and checked"] - get,
+            "second copy, into the cache": path["in the cache"],
+        }
+        return {name: value / (put + get) for name, value in seconds.items()}
 
     def serial(self, copy: float, read: float) -> float:
         """Seconds that all the work takes one step after the other when nothing but memory and etcd costs anything.
@@ -114,6 +148,8 @@ class SizeResult:
             "serial": self.serial(copy, read),
             "least": self.least(copy),
             "stages": {name: self.stage(name) for name in STAGES},
+            "path": self.path(),
+            "beyond_bare": self.beyond(),
         }
 
 
@@ -189,4 +225,20 @@ def handoff_table(results: Sequence[SizeResult], copy: float, read: float) -> st
         ("stage, ms", *(f"{r.mib} MiB" for r in results)),
         [(name, *(cell(r.stage(name)) for r in results)) for name in STAGES],
     )
-    return f"{totals}\n\n{stages}"
+    return f"{totals}\n\n{stages}\n\n{path_table(results)}\n\n{beyond_table(results)}"
+
+
+def path_table(results: Sequence[SizeResult]) -> str:
+    """The handoff from its begin to its end, step by step: means of the middle half of the turns, which add up."""
+    paths = [r.path() for r in results]
+    rows = [(name, *(f"{path[name] * 1e3:.2f}" for path in paths)) for name in PATH]
+    rows.append(("together", *(f"{sum(path.values()) * 1e3:.2f}" for path in paths)))
+    return render(("step, ms (mean of the middle half)", *(f"{r.mib} MiB" for r in results)), rows)
+
+
+def beyond_table(results: Sequence[SizeResult]) -> str:
+    """What the handoff takes beyond bare, as multiples of bare put and get; 1 and these add up to the ratio."""
+    parts = [r.beyond() for r in results]
+    rows = [(name, *(f"{part[name]:+.2f}" for part in parts)) for name in parts[0]] if parts else []
+    rows.append(("bare, and these", *(f"{1 + sum(part.values()):.2f}" for part in parts)))
+    return render(("beyond bare, in multiples of it", *(f"{r.mib} MiB" for r in results)), rows)

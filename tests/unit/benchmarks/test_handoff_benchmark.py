@@ -102,7 +102,8 @@ def test_a_handoff_is_exact_and_leaves_nothing(sides: Sides) -> None:
         published, loaded = sides.handoff(turn)
         sides.reader.check(turn)
         assert loaded.nbytes == sides.nbytes
-        assert loaded.ended > published.began
+        assert published.began < published.written < published.committed < loaded.asked
+        assert loaded.asked < loaded.record < loaded.checked < loaded.ended
         for stage in ("gather", "proof", "put", "commit"):
             assert published.stages[stage] > 0, stage
         for stage in ("record", "get", "proof", "scatter"):
@@ -271,7 +272,10 @@ def test_a_module_without_proofs_is_refused() -> None:
 def _result() -> table.SizeResult:
     result = table.SizeResult(8, 8_000_000, 100)
     for seconds in (0.020, 0.030, 0.010):
-        result.handoffs.append(table.Repetition(seconds, {"put": seconds / 2}, 8_000_000))
+        path = dict(
+            zip(table.PATH, (seconds * share for share in (0.4, 0.2, 0.0, 0.1, 0.2, 0.1)), strict=True)
+        )
+        result.handoffs.append(table.Repetition(seconds, {"put": seconds / 2}, 8_000_000, path))
         result.bare.append((seconds / 4, seconds / 4))
         result.etcd.append((0.006, 0.002))
     return result
@@ -300,6 +304,27 @@ def test_the_table_has_a_column_a_size() -> None:
     assert "2.00" in lines[1].split()
     assert any(line.split() == ["put", "10.00"] for line in lines)
     assert len({len(line) for line in table.render(("a", "b"), [("x", "1"), ("yy", "22")]).splitlines()}) == 1
+
+
+def test_what_is_beyond_bare_adds_up_to_the_ratio() -> None:
+    result = _result()
+    assert sum(result.path().values()) == pytest.approx(0.020)
+    beyond = result.beyond()
+    assert 1 + sum(beyond.values()) == pytest.approx(result.ratio)
+    # Of 20 ms against bare 5 + 5: written 8, etcd 6, copied and checked 4, in the cache 2.
+    assert list(beyond.values()) == pytest.approx([0.3, 0.6, 0.0, -0.1, 0.2])
+    lines = table.handoff_table([result], 8e9, 16e9).splitlines()
+    assert any(line.split() == ["etcd:", "commit", "and", "record", "+0.60"] for line in lines)
+    assert any(line.split() == ["together", "20.00"] for line in lines)
+
+
+def test_a_slow_turn_does_not_shift_the_path() -> None:
+    result = _result()
+    for _ in range(5):
+        result.handoffs.append(result.handoffs[0])
+    before = result.path()
+    result.handoffs.append(table.Repetition(9.0, {}, 1, dict.fromkeys(table.PATH, 1.5)))
+    assert result.path() == pytest.approx(before)
 
 
 # ---- whole requests
