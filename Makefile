@@ -37,7 +37,7 @@ ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
 	$(PYTEST) -n 2 --dist worksteal -m "not (cluster or scenario)"
-	$(PYTEST) -m "cluster or scenario"
+	$(PYTEST) --durations=60 --durations-min=5 -m "cluster or scenario"
 endif
 
 lint: dev
