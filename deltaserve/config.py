@@ -199,6 +199,12 @@ class WorkerTlsConfig(TlsConfig):
     )
 
 
+def longest_put(load_timeout: float, store_timeout: float) -> float:
+    """Seconds from taking room in the store to the end of a write there: a publish is given up after four load
+    timeouts, and what it is doing then may take one more and a few store calls. Ranks write no later than that."""
+    return 5 * load_timeout + 3 * store_timeout
+
+
 class WorkerConfig(BaseModel):
     """One worker process: a vLLM engine core behind gRPC."""
 
@@ -273,9 +279,8 @@ class WorkerConfig(BaseModel):
 
     @property
     def longest_put(self) -> float:
-        """Seconds from taking room in the store to the end of a write there, about: a publish is given up after four
-        load timeouts, and what it is doing then should end after one more and a few store calls."""
-        return 5 * self.load_timeout + 3 * self.store.timeout
+        """Seconds from taking room in the store to the end of a write there."""
+        return longest_put(self.load_timeout, self.store.timeout)
 
     _is_address = field_validator("advertise")(_address_or_empty)
 

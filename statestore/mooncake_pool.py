@@ -11,6 +11,8 @@ What Mooncake does, and what is made of it here:
   `segment_name` carries both, as `name@endpoint`; one's own endpoint is learnt by storing a few bytes there.
 - Revoking a session gives its room to others while a late write may still land in it. So a session with a call inside
   is revoked by that call's end.
+- The master gives the room of a session that nobody ends to others after a time. So no write begins, and none is waited
+  for, later than `write_within` seconds after the room was asked for.
 - The code of a read that failed is the same for a wrong size and for other reasons: the size is asked afterwards.
 - A full store (-200) evicts behind the call, so it is asked again; what stays full is full of pinned objects.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -49,6 +52,7 @@ from statestore.pool import (
     PoolError,
     PoolFull,
     PoolMissing,
+    PoolUnavailable,
     Reservation,
     SizeMismatch,
 )
@@ -71,6 +75,8 @@ class _Session:
     """An object between reserve and seal."""
 
     nbytes: int
+    until: float
+    """When its room may be others' (`time.monotonic`): no write is under way then."""
     written: int = 0
     calls: int = 0
     """Calls inside the library that concern it, late ones included."""
@@ -88,9 +94,11 @@ class MooncakePool(Pool):
         lend: bool = True,
         staging_bytes: int = 64 << 20,
         pin: Pin | None = None,
+        write_within: float = math.inf,
     ) -> None:
         """Connects, within `StoreConfig.timeout` seconds. `lend=False`: lends the store no memory; `pin`: called with
-        the staging memory when it is made.
+        the staging memory when it is made; `write_within`: seconds from taking room to the end of the last write there,
+        at most what the master waits (`--put_start_release_timeout_sec`).
 
         Raises PoolUnavailable when the master does not answer, ValueError for a segment that Mooncake refuses.
         """
@@ -98,7 +106,7 @@ class MooncakePool(Pool):
             raise ValueError(
                 f"store.segment_bytes: {config.segment_bytes} a rank; Mooncake needs at least {LEAST_SEGMENT}"
             )
-        self._timeout = config.timeout
+        self._timeout, self._write_within = config.timeout, write_within
         self._staging_bytes, self._pin = staging_bytes, pin
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
@@ -152,7 +160,8 @@ class MooncakePool(Pool):
             if one.nbytes <= 0:
                 raise ValueError(f"nbytes: {one.nbytes} must be positive")
         self._link.guard("reserve")
-        sessions = {one.key: _Session(one.nbytes) for one in wanted}
+        until = time.monotonic() + self._write_within
+        sessions = {one.key: _Session(one.nbytes, until) for one in wanted}
         with self._lock:
             for key in sessions:
                 if key in self._sessions:
@@ -180,9 +189,10 @@ class MooncakePool(Pool):
         if not asked:
             return
         session = self._session("write", key)
+        deadline = self._write_deadline("write", {key: session}, timeout)
         buffers = [buffer for _, buffer in pieces]
         work = self._inside({key: session}, lambda: self._link.client.write(key, pieces))
-        done = self._link.once(f"write {key}", work, self._deadline(timeout) - time.monotonic(), buffers)
+        done = self._link.once(f"write {key}", work, deadline - time.monotonic(), buffers)
         if done != asked:
             raise error_of("write", key, done if done < 0 else TRANSFER)
         with self._lock:
@@ -237,6 +247,8 @@ class MooncakePool(Pool):
                     f"seal {key}: {session.written + asked[key]} of {session.nbytes} bytes are written"
                 )
         parts = [(reservation.key, pieces) for reservation, pieces in last if asked[reservation.key]]
+        if parts:
+            deadline = self._write_deadline("put", sessions, timeout)
         keys = list(sessions)
 
         def call() -> tuple[list[int], list[int], dict[str, tuple[int, str]]]:
@@ -350,6 +362,16 @@ class MooncakePool(Pool):
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._timeout if timeout is None else timeout)
+
+    def _write_deadline(self, what: str, sessions: Mapping[str, _Session], timeout: float | None) -> float:
+        """The deadline of a write into these sessions. Raises PoolUnavailable when it is too late for one."""
+        until = min(session.until for session in sessions.values())
+        if time.monotonic() >= until:
+            raise PoolUnavailable(
+                f"{what} {next(iter(sessions))}: its room was taken more than {self._write_within:g} s ago and may be "
+                "others' by now"
+            )
+        return min(self._deadline(timeout), until)
 
     def _start_again(self, wanted: Reservation, session: _Session, code: int, deadline: float) -> None:
         """Begin a session whose first attempt has given `code`, if that may change."""

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from deltaserve.config import StoreConfig
+from deltaserve.config import StoreConfig, longest_put
 from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.describe import geometry_of
@@ -78,7 +78,8 @@ class WorkerHalf:
         self._view = CacheView(kv_caches, self._kv_cache_config, self._geometry)
         room = staging_bytes(self._geometry, self._longest)
         locked = None if self._view.on_host else partial(pin, self._view.device)
-        self._pool = MooncakePool(self._store, staging_bytes=room, pin=locked)
+        within = longest_put(timeout, self._store.timeout)
+        self._pool = MooncakePool(self._store, staging_bytes=room, pin=locked, write_within=within)
         if locked is not None:
             with self._pool.staging(1, timeout):
                 pass  # pinned now: what refuses it is seen at the start, and on this thread

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from statestore import mooncake_pool
 from statestore.mooncake_client import EXISTS, FULL, Client
 from statestore.mooncake_pool import MooncakePool
 from statestore.pool import (
@@ -17,6 +20,7 @@ from statestore.pool import (
     PoolClosed,
     PoolFull,
     PoolMissing,
+    PoolUnavailable,
     Reservation,
     SizeMismatch,
 )
@@ -117,6 +121,30 @@ def test_a_reservation_that_ended_is_not_completed(pair: Pair) -> None:
     a.cancel(wanted)
     with a.staging(100, 5) as source, pytest.raises(PoolMissing):
         a.complete([(wanted, [(0, source)])])
+
+
+def test_room_that_may_be_others_is_not_written(real: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master gives room back that nobody ends; its clock is not waited for, ours is moved."""
+    pool, (first, second) = real[0], names(2)
+    began, late = time.monotonic(), 0.0
+    monkeypatch.setattr(pool, "_write_within", 180.0)
+    monkeypatch.setattr(
+        mooncake_pool, "time", SimpleNamespace(monotonic=lambda: began + late, sleep=time.sleep)
+    )
+    wanted = [Reservation(one, 100, pool.segment_name) for one in (first, second)]
+    pool.reserve_all(wanted)
+    with pool.staging(200, 5) as source:
+        late = 100.0
+        pool.write(wanted[0], [(0, source[:50])])
+        late = 180.0
+        with pytest.raises(PoolUnavailable, match="180 s ago"):
+            pool.write(wanted[0], [(50, source[50:100])])
+        rest = [(wanted[0], [(50, source[50:100])]), (wanted[1], [(0, source[100:])])]
+        with pytest.raises(PoolUnavailable, match="may be others'"):
+            pool.complete(rest)
+        late = 100.0
+        assert len(pool.complete(rest)) == 2, "the control: in time it is written"
+    assert pool.remove([first, second]) == []
 
 
 def test_a_store_that_is_full_for_a_moment_is_asked_again(
