@@ -82,7 +82,7 @@ class ObjectEntry:
     group: Group
     nbytes: int
     digests: tuple[str, ...]
-    """Hexadecimal XXH3-128 of every unit (`statestore.reshard.Unit`), in order."""
+    """Hexadecimal, of every unit (`statestore.reshard.Unit`), in order; `digest` says which."""
     token_lo: int
     """First token that the object covers."""
     token_hi: int
@@ -91,6 +91,8 @@ class ObjectEntry:
     """The writer's proof that no layer's state is null (`statestore.digest`)."""
     segment: str = ""
     """Segment of the pool where it lies, as the pool names it."""
+    digest: str = "xxh3-128"
+    """Algorithm of the digests, of `statestore.digest.ALGORITHMS`; a reader refuses one that it does not know."""
 
     def __post_init__(self) -> None:
         _check_text("key", self.key)
@@ -105,6 +107,7 @@ class ObjectEntry:
         _check_int("token_hi", self.token_hi, self.token_lo + 1)
         _check_type("null_free", self.null_free, bool)
         _check_type("segment", self.segment, str)
+        _check_text("digest", self.digest)
 
 
 @dataclass(frozen=True)

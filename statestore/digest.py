@@ -2,10 +2,12 @@
 """Digests of state, and what proves that state is not null.
 
 A digest says that bytes arrived as they were written; it says nothing about what was written: a null block copies
-perfectly. So every unit (`statestore.reshard.Unit`) has an XXH3-128 digest, and both sides also look for parts that are
-all zero and for numbers that are not finite; `statestore.connector.checks` says of which parts.
+perfectly. So every unit (`statestore.reshard.Unit`) has a digest, and both sides also look for parts that are all zero
+and for numbers that are not finite; `statestore.connector.checks` says of which parts.
 
-XXH3-128 finds damage, not malice: it is no authentication. Buffers are anything that gives a contiguous memoryview
+There are two algorithms, and a record names the one of each object: XXH3-128 of state that was in host memory, `ml64`
+(`statestore.checksum`) of state that a GPU gathered. Every reader knows both. They find damage, not malice: neither is
+an authentication. Buffers are anything that gives a contiguous memoryview
 (bytes, numpy arrays, CPU tensors through numpy). All functions run on the caller's thread, and numpy and xxhash release
 the interpreter lock in the long loops.
 
@@ -15,13 +17,21 @@ memory gives (docs/performance.md). `stream` and `all_finite` are for callers th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from statestore import checksum
+
 Bytes = NDArray[np.uint8]
+
+XXH3 = "xxh3-128"
+ML64 = checksum.NAME
+ALGORITHMS: dict[str, Callable[[], Any]] = {XXH3: xxhash.xxh3_128, ML64: checksum.Checksum}
+"""By the name in a record: what makes a digest in progress."""
 
 _SCAN_BYTES = 256 << 10
 """Numbers are checked in pieces of this size, so that temporaries stay in the cache of the core."""
@@ -39,15 +49,19 @@ _HEAD_BYTES = 16
 """A part with a non-zero byte here is not null; only the others are read to their end."""
 
 
-def unit_digest(buffer: object) -> str:
-    """XXH3-128 of a contiguous buffer's bytes, 32 hexadecimal digits.
+def unit_digest(buffer: object, algorithm: str = XXH3) -> str:
+    """The digest of a contiguous buffer's bytes, in hexadecimal digits: 32 of XXH3-128, 16 of ml64.
 
-    Raises TypeError without the buffer protocol, ValueError when the buffer is not contiguous.
+    Raises TypeError without the buffer protocol, ValueError when the buffer is not contiguous or the algorithm unknown.
     """
     view = memoryview(buffer)  # type: ignore[arg-type]
     if not view.c_contiguous:
         raise ValueError("buffer is not contiguous; copy it into one that is before taking its digest")
-    return str(xxhash.xxh3_128_hexdigest(view))
+    if algorithm == XXH3:
+        return str(xxhash.xxh3_128_hexdigest(view))
+    running = stream(algorithm)
+    running.update(view)
+    return str(running.hexdigest())
 
 
 def first_null(parts: Bytes) -> int | None:
@@ -61,9 +75,16 @@ def first_null(parts: Bytes) -> int | None:
     return None
 
 
-def stream() -> Any:
-    """A digest in progress: `update(buffer)` as often as needed, then `hexdigest()`, the `unit_digest` of it all."""
-    return xxhash.xxh3_128()
+def stream(algorithm: str = XXH3) -> Any:
+    """A digest in progress: `update(buffer)` as often as needed, then `hexdigest()`, the `unit_digest` of it all.
+
+    Raises ValueError naming an unknown algorithm.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"digest algorithm {algorithm!r} is unknown; this version has {', '.join(ALGORITHMS)}"
+        )
+    return ALGORITHMS[algorithm]()
 
 
 def all_finite(numbers: NDArray[np.uint8], dtype: str) -> bool:

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from statestore.connector.describe import split_groups
-from statestore.connector.device_copies import DeviceCopies, torch_dtype
+from statestore.connector.device_copies import DeviceCopies, kernels_for, torch_dtype
 from statestore.connector.host_copies import HostCopies
 from statestore.geometry import Geometry
+from statestore.gpu.found import Found
 from statestore.reshard import locate
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,7 +44,8 @@ class CacheView:
                     f"cache of {name} has shape {tuple(rows.shape)}; "
                     f"expected blocks of {(geometry.block_size, geometry.latent_width)}"
                 )
-        self._device = DeviceCopies(geometry, self._kda, self._mla)
+        kernels = kernels_for(geometry, self._kda, self._mla)
+        self._device = DeviceCopies(geometry, self._kda, self._mla, kernels)
         self._host: HostCopies | None = None
         if self._kda[0][1].device.type == "cpu":
             pages = [(group, kv_caches[name].flatten(1).view(torch.uint8)) for name, group in kda.values()]
@@ -80,6 +82,11 @@ class CacheView:
         """Whether the caches are host memory."""
         return self._host is not None
 
+    @property
+    def proves(self) -> bool:
+        """Whether the device takes digests (`ml64`) and looks at state while it copies."""
+        return self._host is None and self._device.kernels is not None
+
     def blocks_needed(self, length: int) -> dict[int, int]:
         """How many blocks of each KV cache group hold the state after `length` tokens."""
         g = self.geometry
@@ -112,13 +119,24 @@ class CacheView:
             return lambda layers: host.gather_heads(blocks, mine, layers, staged)
         return lambda layers: self._device.gather_heads(blocks, mine, layers, out)
 
-    def scatter_heads(self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes) -> None:
+    def prove_heads(self, blocks: tuple[list[int], ...], out: Bytes, first: int) -> Found:
+        """`gather_heads` of as many as `out` has room for, with what the device found; needs `proves`."""
+        return self._device.prove_heads(blocks, first, out)
+
+    def check_heads(self, source: Bytes) -> tuple[Found, torch.Tensor]:
+        """What the device finds in staged heads, and its copy of them for `scatter_heads`; needs `proves`."""
+        return self._device.check_heads(source)
+
+    def scatter_heads(
+        self, blocks: tuple[list[int], ...], first: int, heads: int, source: Bytes | torch.Tensor
+    ) -> None:
         """Heads [first, first + heads) of this rank from `source` into each group's running-state block.
 
         Speculative convolution columns are left as they are: they hold nothing before the first verified step.
         """
         mine = slice(first, first + heads)
         if self._host is not None:
+            assert isinstance(source, np.ndarray)
             self._host.scatter_heads(blocks, mine, self._host.staged(source, heads))
         else:
             self._device.scatter_heads(blocks, mine, source)
@@ -129,11 +147,30 @@ class CacheView:
         """Latent rows of `tokens` (all owned by this rank), all MLA layers, token by token into `out`."""
         (self._host or self._device).gather_rows(self._places(blocks, tokens), out)
 
+    def prove_rows(
+        self,
+        blocks: tuple[list[int], ...],
+        tokens: npt.NDArray[np.int64],
+        out: Bytes,
+        units: npt.NDArray[np.int64],
+    ) -> Found:
+        """`gather_rows` with what the device found; `units` [2, rows]: each row's unit and its number there."""
+        return self._device.prove_rows(self._places(blocks, tokens), out, units)
+
+    def check_rows(self, source: Bytes) -> tuple[Found, torch.Tensor]:
+        """What the device finds in the staged rows of one unit, and its copy of them; needs `proves`."""
+        return self._device.check_rows(source)
+
     def scatter_rows(
-        self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], source: Bytes
+        self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], source: Bytes | torch.Tensor
     ) -> None:
         """Inverse of `gather_rows`."""
-        (self._host or self._device).scatter_rows(self._places(blocks, tokens), source)
+        places = self._places(blocks, tokens)
+        if self._host is not None:
+            assert isinstance(source, np.ndarray)
+            self._host.scatter_rows(places, source)
+        else:
+            self._device.scatter_rows(places, source)
 
     def _places(
         self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64]

@@ -2,23 +2,34 @@
 """Copies between one rank's caches and staging where the caches are a device's memory.
 
 A piece is put together on the device, in the order of the stored object, and crosses to the host as one run of bytes;
-restoring goes the other way. Many small copies between device and host would each cost more than their bytes. Every
-thread has a stream of its own, so that copies run beside the engine's kernels; a call returns when its copies have
-ended, because what it has gathered is read, and what it has restored is scheduled, right after it.
+restoring goes the other way. Many small copies between device and host would each cost more than their bytes. On a GPU
+one kernel (`statestore.gpu`) puts a piece together and takes its digests and looks at its numbers meanwhile; where
+there is none, torch copies layer by layer and the host does the rest.
+
+Every thread has a stream of its own, so that copies run beside the engine's kernels; a call returns when its copies
+have ended, because what it has gathered is read, and what it has restored is scheduled, right after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from statestore.geometry import Geometry
+from statestore.gpu.found import Found
 from statestore.reshard import head_bytes, row_bytes
+
+if TYPE_CHECKING:
+    from statestore.gpu.launch import ShardKernels
+
+log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -35,9 +46,16 @@ class DeviceCopies:
     Works on any device of torch's; on the CPU for tests.
     """
 
-    def __init__(self, geometry: Geometry, states: list[State], rows: list[tuple[int, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        states: list[State],
+        rows: list[tuple[int, torch.Tensor]],
+        kernels: ShardKernels | None = None,
+    ) -> None:
         """`states`: [blocks, columns, channels] (or transposed) and [blocks, heads, V, K] a KDA layer; `rows`:
-        [blocks, block_size, width] an MLA layer."""
+        [blocks, block_size, width] an MLA layer; `kernels`: those of the same caches (`kernels_for`)."""
+        self.kernels = kernels
         self.geometry = geometry
         self._states, self._rows = states, rows
         self._device = rows[0][1].device
@@ -62,10 +80,30 @@ class DeviceCopies:
                     part.copy_(source[mine])
             target.copy_(piece, non_blocking=True)
 
-    def scatter_heads(self, blocks: tuple[list[int], ...], mine: slice, source: Bytes) -> None:
+    def prove_heads(self, blocks: tuple[list[int], ...], first: int, out: Bytes) -> Found:
+        """`gather_heads` of all layers by the kernels, from head `first`, with what they found on the way."""
+        assert self.kernels is not None
+        with self._stream():
+            piece = torch.empty(out.nbytes // 8, dtype=torch.int64, device=self._device)
+            found = self.kernels.gather_heads(blocks, first, piece)
+            torch.from_numpy(out).copy_(piece.view(torch.uint8), non_blocking=True)
+        return found
+
+    def check_heads(self, source: Bytes) -> tuple[Found, torch.Tensor]:
+        """What the kernels find in staged heads, and a copy of those on the device, for `scatter_heads`."""
+        assert self.kernels is not None
+        with self._stream():
+            piece = self._words(source)
+            return self.kernels.check_heads(piece), piece
+
+    def scatter_heads(self, blocks: tuple[list[int], ...], mine: slice, source: Bytes | torch.Tensor) -> None:
         """Inverse of `gather_heads`, for all KDA layers. Speculative convolution columns are left as they are."""
         heads = mine.stop - mine.start
         with self._stream():
+            if self.kernels is not None:
+                self.kernels.scatter_heads(blocks, mine.start, self._words(source))
+                return
+            assert isinstance(source, np.ndarray)
             piece = torch.from_numpy(source).view(heads, -1).to(self._device, non_blocking=True)
             views = self._head_views(piece, len(self._states))
             for (recurrent, conv), (group, conv_cache, recurrent_cache) in zip(
@@ -87,15 +125,41 @@ class DeviceCopies:
                 view.copy_(cache[ids, rows])
             torch.from_numpy(out).view(count, -1).copy_(piece, non_blocking=True)
 
-    def scatter_rows(self, tables: list[Table], source: Bytes) -> None:
+    def prove_rows(self, tables: list[Table], out: Bytes, units: Ints) -> Found:
+        """`gather_rows` by the kernels, with what they found; `units` as `ShardKernels.gather_rows` has it."""
+        assert self.kernels is not None
+        with self._stream():
+            piece = torch.empty(out.nbytes // 8, dtype=torch.int64, device=self._device)
+            found = self.kernels.gather_rows(tables, piece, units)
+            torch.from_numpy(out).copy_(piece.view(torch.uint8), non_blocking=True)
+        return found
+
+    def check_rows(self, source: Bytes) -> tuple[Found, torch.Tensor]:
+        """What the kernels find in the staged rows of one unit, and a copy of those on the device."""
+        assert self.kernels is not None
+        with self._stream():
+            piece = self._words(source)
+            return self.kernels.check_rows(piece), piece
+
+    def scatter_rows(self, tables: list[Table], source: Bytes | torch.Tensor) -> None:
         """Inverse of `gather_rows`."""
         count = len(tables[0][0])
         with self._stream():
+            if self.kernels is not None:
+                self.kernels.scatter_rows(tables, self._words(source))
+                return
+            assert isinstance(source, np.ndarray)
             piece = torch.from_numpy(source).view(count, -1).to(self._device, non_blocking=True)
             for view, (_, cache), (ids, rows) in zip(
                 self._row_views(piece), self._rows, self._on_device(tables), strict=True
             ):
                 cache[ids, rows] = view
+
+    def _words(self, source: Bytes | torch.Tensor) -> torch.Tensor:
+        """Staged bytes as words on the device; what is there already is not copied."""
+        if isinstance(source, torch.Tensor):
+            return source
+        return torch.from_numpy(source).to(self._device, non_blocking=True).view(torch.int64)
 
     @property
     def _layer_bytes(self) -> int:
@@ -162,6 +226,30 @@ class DeviceCopies:
             finally:
                 # Also when one copy failed: those before it must not write any more once this has been reported.
                 stream.synchronize()
+
+
+def kernels_for(
+    geometry: Geometry, states: list[State], rows: list[tuple[int, torch.Tensor]]
+) -> ShardKernels | None:
+    """The kernels for caches on a GPU, compiled; None, with a line in the log, where they cannot copy these caches."""
+    device = rows[0][1].device
+    if device.type != "cuda":
+        return None
+    why = ""
+    try:
+        from statestore.gpu.launch import ShardKernels, refusal
+
+        why = refusal(geometry, states, rows)
+        if not why:
+            with torch.cuda.device(device):
+                kernels = ShardKernels(geometry, states, rows)
+                kernels.compile()
+            log.info("state is copied and its digests are taken by kernels on %s", device)
+            return kernels
+    except Exception as error:  # no Triton, no compiler: torch's copies do the same, slower
+        why = f"{type(error).__name__}: {error}"
+    log.warning("no kernels for copies of state (%s); torch copies it, the host takes its digests", why)
+    return None
 
 
 def pin(device: torch.device, memory: Bytes) -> Callable[[], None]:

@@ -86,7 +86,7 @@ def inject(kind: str, pool: Pool, record: BoundaryRecord, pieces: Sequence[Piece
         pool.put(entry.key, [kept], preferred_segment=entry.segment)
         if kind == "null":
             size = entry.nbytes // len(entry.digests)  # every unit of a KDA object is one head
-            digest = unit_digest(data[:size])
+            digest = unit_digest(data[:size], entry.digest)
             return _with_entry(record, entry, replace(entry, digests=(digest,) * len(entry.digests)))
     return record
 

@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from statestore.boundary import BoundaryRecord
+from statestore.checksum import finish
 from statestore.connector import faults
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.connector.checks import (
@@ -21,9 +23,11 @@ from statestore.connector.checks import (
     check_epoch,
     check_table,
 )
+from statestore.connector.device_proofs import heads_digests, heads_problem, rows_problem
 from statestore.connector.messages import LoadJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.connector.store_ahead import PIECE, ReadAhead
+from statestore.digest import ALGORITHMS, ML64
 from statestore.geometry import GeometryError
 from statestore.pool import Pool, SizeMismatch
 from statestore.reshard import GeometryMismatch, Piece, ReadPlan, RecordIncomplete, plan_read_chain
@@ -33,6 +37,10 @@ LANES = 2
 
 LANE_BYTES = 4 << 20
 """What is smaller is not worth the start of a thread."""
+
+
+KEPT_BYTES = 512 << 20
+"""Device memory that a load may take from its check to its end, so that its bytes cross to the device once."""
 
 
 class Loader:
@@ -63,18 +71,30 @@ class Loader:
             for piece in plan.pieces:
                 _check_size(piece, home)
             lanes = LANES if plan.nbytes >= LANE_BYTES else 1
-            share(_runs(plan.pieces, PIECE), lanes, lambda run: self._take(run, staging, home, ahead))
+            kept: dict[int, torch.Tensor] | None = {} if plan.nbytes <= KEPT_BYTES else None
+            share(_runs(plan.pieces, PIECE), lanes, lambda run: self._take(run, staging, home, ahead, kept))
             free()
-            # Device caches are written in one stream.
+            # Device caches are written in one stream, and what is on the device already in the pieces it came in.
             lanes = lanes if self._view.on_host else 1
-            limit = -(-plan.nbytes // lanes)
-            share(_runs(plan.pieces, limit), lanes, lambda run: self._write(job, run, _bytes(run, staging)))
+            limit = PIECE if kept else -(-plan.nbytes // lanes)
+            share(
+                _runs(plan.pieces, limit),
+                lanes,
+                lambda run: self._write(job, run, (kept or {}).get(run[0].at, _bytes(run, staging))),
+            )
 
-    def _take(self, run: list[Piece], staging: Bytes, home: Mapping[str, Bytes], ahead: ReadAhead) -> None:
+    def _take(
+        self,
+        run: list[Piece],
+        staging: Bytes,
+        home: Mapping[str, Bytes],
+        ahead: ReadAhead,
+        kept: dict[int, torch.Tensor] | None,
+    ) -> None:
         """Have the bytes of a run in staging, and check them there.
 
         Digests first: what is wrong with bytes that are not the ones that were written means nothing. What is copied
-        here is checked while it is in the core's cache.
+        here is checked while it is in the core's cache. A device that can checks its own copy, which stays in `kept`.
         """
         data = _bytes(run, staging)
         for piece in reversed(run):
@@ -85,25 +105,41 @@ class Loader:
         if not self._verify:
             copy_from_home(here, home, staging, 0, max(piece.unit.nbytes for piece in run))
             return
-        g, first = self._geometry, run[0].unit.first
+        g, first, algorithm = self._geometry, run[0].unit.first, run[0].entry.digest
+        if algorithm == ML64 and self._view.proves:
+            copy_from_home(here, home, staging, 0, max(piece.unit.nbytes for piece in run))
+            digests, problem, copy = self._look(run, data)
+            _compare(run, digests)
+            if problem is not None:
+                raise problem
+            if kept is not None and (run[0].wanted is None or run[0].wanted.all()):
+                kept[run[0].at] = copy
+            return
         proof: HeadsProof | RowsProof
         if run[0].tokens is None:
-            proof, count, low = HeadsProof(data, len(run), g, first), len(g.kda_layers), 0
+            proof, count, low = HeadsProof(data, len(run), g, first, algorithm), len(g.kda_layers), 0
         else:
-            proof, count, low = RowsProof(data, [run[0].unit], g, False, first), run[0].unit.count, first
+            proof = RowsProof(data, [run[0].unit], g, False, first, algorithm)
+            count, low = run[0].unit.count, first
         size = run[0].unit.nbytes // count
         for at in range(0, count, proof.step):
             end = min(at + proof.step, count)
             copy_from_home(here, home, staging, at * size, end * size)
             proof.take(range(low + at, low + end))
-        for piece, found in zip(run, proof.digests(), strict=True):
-            if found != piece.digest:
-                raise VerificationFailed(
-                    "digest",
-                    f"{piece.entry.key} at byte {piece.unit.offset}: digest {found}, the record says {piece.digest}",
-                )
+        _compare(run, proof.digests())
         if proof.problem is not None:
             raise proof.problem
+
+    def _look(
+        self, run: list[Piece], data: Bytes
+    ) -> tuple[Sequence[str], VerificationFailed | None, torch.Tensor]:
+        """A device's look at its copy of a run: digests, what is wrong, the copy."""
+        g, unit = self._geometry, run[0].unit
+        if run[0].tokens is None:
+            found, copy = self._view.check_heads(data)
+            return heads_digests(found, g), heads_problem(found, g, unit.first), copy
+        found, copy = self._view.check_rows(data)
+        return [finish(found.sums[0], unit.nbytes)], rows_problem(found, g, unit.first, finite=False), copy
 
     def _plan(self, records: Sequence[BoundaryRecord], local_tokens: int) -> ReadPlan:
         """What to read of records that are what they say they are."""
@@ -116,15 +152,23 @@ class Loader:
         if self._verify:
             for record in records:
                 check_epoch(record)
+            for piece in plan.pieces:
+                if piece.entry.digest not in ALGORITHMS:
+                    raise VerificationFailed(
+                        "digest",
+                        f"{piece.entry.key}: digest algorithm {piece.entry.digest!r} is unknown to this version, "
+                        f"which has {', '.join(ALGORITHMS)}; run the same version on every role",
+                    )
         return plan
 
-    def _write(self, job: LoadJob, run: list[Piece], data: Bytes) -> None:
+    def _write(self, job: LoadJob, run: list[Piece], data: Bytes | torch.Tensor) -> None:
         piece = run[0]
         if piece.tokens is None or piece.wanted is None:
             self._view.scatter_heads(job.blocks, piece.head, len(run), data)
             return
         tokens = piece.tokens
         if not piece.wanted.all():
+            assert isinstance(data, np.ndarray)  # a device keeps whole units only
             rows = data.reshape(len(tokens), -1)[piece.wanted]
             data, tokens = np.ascontiguousarray(rows).reshape(-1), tokens[piece.wanted]
         self._view.scatter_rows(job.blocks, tokens, data)
@@ -138,6 +182,16 @@ def copy_from_home(
         source, nbytes = home[piece.entry.key], min(high, piece.unit.nbytes) - low
         at = piece.unit.offset + low
         np.copyto(staging[piece.at + low : piece.at + low + nbytes], source[at : at + nbytes])
+
+
+def _compare(run: Sequence[Piece], digests: Sequence[str]) -> None:
+    """Raise unless every piece has the digest that its record says."""
+    for piece, found in zip(run, digests, strict=True):
+        if found != piece.digest:
+            raise VerificationFailed(
+                "digest",
+                f"{piece.entry.key} at byte {piece.unit.offset}: digest {found}, the record says {piece.digest}",
+            )
 
 
 def _check_size(piece: Piece, home: Mapping[str, Bytes]) -> None:
@@ -187,6 +241,7 @@ def _runs(pieces: Sequence[Piece], limit: int | None = None) -> list[list[Piece]
             last is not None
             and piece.tokens is None
             and last.tokens is None
+            and piece.entry.digest == last.entry.digest
             and piece.head == last.head + 1
             and piece.unit.first == last.unit.first + 1
             and piece.at == last.at + last.unit.nbytes

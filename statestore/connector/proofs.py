@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from statestore.connector.cache_view import Bytes
 from statestore.connector.checks import VerificationFailed
-from statestore.digest import all_finite, first_not_finite, first_null, stream
+from statestore.digest import XXH3, all_finite, first_not_finite, first_null, stream
 from statestore.geometry import Geometry
 from statestore.reshard import Unit, head_bytes, row_bytes
 
@@ -25,12 +25,14 @@ _TILE = 512 << 10
 class HeadsProof:
     """Heads [first, first + heads) of all KDA layers, [heads, layers, bytes] of `data`; a digest a head."""
 
-    def __init__(self, data: Bytes, heads: int, geometry: Geometry, first: int = 0) -> None:
+    def __init__(
+        self, data: Bytes, heads: int, geometry: Geometry, first: int = 0, algorithm: str = XXH3
+    ) -> None:
         g = self._geometry = geometry
         self._layers, self._first = len(g.kda_layers), first
         self._states = data.reshape(heads, self._layers, head_bytes(g) // self._layers)
         self._recurrent = g.head_v * g.head_k * g.recurrent_bytes
-        self._streams = [stream() for _ in range(heads)]
+        self._streams = [stream(algorithm) for _ in range(heads)]
         self.problem: VerificationFailed | None = None
         self.step = max(1, _TILE // (heads * self._states.shape[2]))
         """Layers that are best taken at once."""
@@ -85,12 +87,18 @@ class RowsProof:
     """Latent rows, [rows, layers, bytes] of `data`, whose first row is row `first` of the object; a digest a unit."""
 
     def __init__(
-        self, data: Bytes, units: Sequence[Unit], geometry: Geometry, finite: bool, first: int = 0
+        self,
+        data: Bytes,
+        units: Sequence[Unit],
+        geometry: Geometry,
+        finite: bool,
+        first: int = 0,
+        algorithm: str = XXH3,
     ) -> None:
         """`units`: runs of rows of the object that cover `data` in order; `finite`: also look at every number."""
         self._geometry, self._finite, self._first = geometry, finite, first
         self._data, self._units, self._row = data, units, row_bytes(geometry)
-        self._streams = [stream() for _ in units]
+        self._streams = [stream(algorithm) for _ in units]
         self.problem: VerificationFailed | None = None
         self.step = max(1, _TILE // self._row)
         """Rows that are best taken at once."""

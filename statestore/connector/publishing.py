@@ -13,9 +13,11 @@ from functools import partial
 from statestore.boundary import ObjectEntry, object_key
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.connector.checks import check_table
+from statestore.connector.device_proofs import UnitSums, heads_digests, heads_problem, rows_problem
 from statestore.connector.messages import PublishJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.connector.store_ahead import PUT_PIECE, StreamedPuts
+from statestore.digest import ML64, XXH3
 from statestore.pool import Placement, Pool, Reservation
 from statestore.reshard import ObjectPlan, Packing, plan_write
 
@@ -62,8 +64,9 @@ class Publisher:
                     write = self._write_heads if plan.group == "kda" else self._write_rows
                     digests.append(write(job, plan, data, partial(puts.write, number)))
                 placements = puts.seal()
+            algorithm = ML64 if self._view.proves else XXH3
             report.objects = [
-                _entry(plan, placed, found)
+                _entry(plan, placed, found, algorithm)
                 for plan, placed, found in zip(plans, placements, digests, strict=True)
             ]
             report.nbytes = nbytes
@@ -81,12 +84,19 @@ class Publisher:
         """Gather, prove and write some heads after the other; returns the digests.
 
         Inside, layer by layer: what has been gathered is proved while it is still in the core's cache. What comes from
-        a device comes at once: there each copy has a price of its own.
+        a device comes at once: there each copy has a price of its own. A device with kernels proves what it gathers.
         """
         size, layers = plan.units[0].nbytes, len(self._geometry.kda_layers)
         digests: list[str] = []
         for first, heads in _pieces(len(plan.units), size, HEADS_AT_ONCE):
             piece = data[first * size : (first + heads) * size]
+            if self._view.proves:
+                found = self._view.prove_heads(job.blocks, piece, first)
+                if problem := heads_problem(found, self._geometry, plan.units[first].first):
+                    raise problem
+                put(first * size, piece)
+                digests += heads_digests(found, self._geometry)
+                continue
             proof = HeadsProof(piece, heads, self._geometry, plan.units[first].first)
             gather = self._view.gatherer(job.blocks, piece, first, heads)
             step = proof.step if self._view.on_host else layers
@@ -102,6 +112,8 @@ class Publisher:
 
     def _write_rows(self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put) -> tuple[str, ...]:
         """The same, some rows after the other."""
+        if self._view.proves:
+            return self._write_proved_rows(job, plan, data, put)
         proof = RowsProof(data, plan.units, self._geometry, finite=True)
         size = plan.nbytes // len(plan.tokens)
         for first, rows in _pieces(len(plan.tokens), size):
@@ -115,6 +127,20 @@ class Publisher:
             put(first * size, data[first * size : (first + rows) * size])
         return proof.digests()
 
+    def _write_proved_rows(
+        self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put
+    ) -> tuple[str, ...]:
+        sums, size = UnitSums(plan.units), plan.nbytes // len(plan.tokens)
+        for first, rows in _pieces(len(plan.tokens), size):
+            piece = data[first * size : (first + rows) * size]
+            places = sums.places(first, first + rows)
+            found = self._view.prove_rows(job.blocks, plan.tokens[first : first + rows], piece, places)
+            if problem := rows_problem(found, self._geometry, first, finite=True):
+                raise problem
+            put(first * size, piece)
+            sums.add(found)
+        return sums.digests()
+
     def _key(self, job: PublishJob, plan: ObjectPlan) -> str:
         return object_key(self._geometry.model_digest, job.epoch, plan.group, self._rank, job.link)
 
@@ -127,7 +153,9 @@ class Publisher:
         return segments[self._rank % len(segments)] or self._pool.segment_name
 
 
-def _entry(plan: ObjectPlan, placed: Placement, digests: tuple[str, ...]) -> ObjectEntry:
+def _entry(
+    plan: ObjectPlan, placed: Placement, digests: tuple[str, ...], algorithm: str = XXH3
+) -> ObjectEntry:
     return ObjectEntry(
         key=placed.key,
         group=plan.group,
@@ -137,6 +165,7 @@ def _entry(plan: ObjectPlan, placed: Placement, digests: tuple[str, ...]) -> Obj
         token_hi=plan.token_hi,
         null_free=True,
         segment=placed.segment,
+        digest=algorithm,
     )
 
 

@@ -21,7 +21,7 @@ from statestore.connector.loading import Loader
 from statestore.connector.messages import LoadJob, PublishJob, RankReport
 from statestore.connector.publishing import Publisher
 from statestore.connector.worker_half import failure_kind
-from statestore.digest import unit_digest
+from statestore.digest import ML64, unit_digest
 from statestore.geometry import Geometry
 from statestore.pool import PoolFull, PoolUnavailable
 from statestore.reshard import Packing, plan_write
@@ -302,6 +302,51 @@ def test_null_or_not_finite_state_with_a_right_digest(
     assert control.is_exact(0, control.load(0, control.record)), "the record itself is refused"
     _republish(handoff, group, change)
     handoff.refused(kind)
+
+
+# ---- the digest's algorithm
+
+
+def _digests(handoff: Handoff, algorithm: str) -> BoundaryRecord:
+    """The record with digests of that algorithm in all ranks' entries."""
+    record = handoff.publish()
+    ranks = []
+    for rank, entry_of in enumerate(record.ranks):
+        entries = []
+        plans = plan_write(handoff.case.source, rank, LENGTH, handoff.case.packing)
+        for entry, plan in zip(entry_of.objects, plans, strict=True):
+            data = handoff.store.objects[entry.key].data
+            digests = tuple(unit_digest(data[u.offset : u.offset + u.nbytes], algorithm) for u in plan.units)
+            entries.append(dataclasses.replace(entry, digests=digests, digest=algorithm))
+        ranks.append(RankEntry(rank, "written", tuple(entries)))
+    handoff.record = dataclasses.replace(record, ranks=tuple(ranks))
+    return handoff.record
+
+
+def test_a_host_reads_what_a_gpu_took_digests_of(handoff: Handoff) -> None:
+    record = _digests(handoff, ML64)
+    for rank in range(handoff.case.target.tp):
+        assert handoff.is_exact(rank, handoff.load(rank, record))
+    handoff.damage("kda", _all_ones)
+    assert "the record says" in handoff.refused("digest")
+
+
+def test_an_algorithm_that_is_not_known_is_refused_by_name(handoff: Handoff) -> None:
+    record = handoff.publish()
+    entries = tuple(dataclasses.replace(entry, digest="crc-9000") for entry in record.ranks[0].objects)
+    changed = dataclasses.replace(record, ranks=(RankEntry(0, "written", entries), *record.ranks[1:]))
+    words = handoff.refused("digest", record=changed)
+    assert "'crc-9000' is unknown" in words
+    assert "xxh3-128, ml64" in words
+    # Control: the same record with its own name is read.
+    assert handoff.is_exact(0, handoff.load(0, record))
+
+
+def test_digests_of_one_algorithm_under_the_other_s_name_are_refused(handoff: Handoff) -> None:
+    record = handoff.publish()
+    entries = tuple(dataclasses.replace(entry, digest=ML64) for entry in record.ranks[0].objects)
+    changed = dataclasses.replace(record, ranks=(RankEntry(0, "written", entries), *record.ranks[1:]))
+    handoff.refused("digest", record=changed)
 
 
 # ---- records that do not fit
