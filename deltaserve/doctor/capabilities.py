@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from deltaserve.engine.cpu import replay
+
 State = Literal["active", "off", "unavailable"]
 """active: in use. off: this hardware and version have it, the configuration does not use it. unavailable: not here."""
 
@@ -225,7 +227,7 @@ def _replay_ssm(config: Any) -> Capability:
             name, "active", "rejected drafts are folded from recorded inputs, not from stored states", where
         )
     if not _is_cuda():
-        return Capability(name, "unavailable", "its kernels are Triton's, for CUDA; this is a CPU", where)
+        return _cpu_replay_ssm(config, name)
     if not supports:
         return Capability(
             name, "unavailable", "the model's class in this vLLM does not declare SupportsReplaySSM", where
@@ -245,6 +247,21 @@ def _replay_ssm(config: Any) -> Capability:
             where,
         )
     return Capability(name, "off", "use_replayssm in --extra-args switches it on", where)
+
+
+def _cpu_replay_ssm(config: Any, name: str) -> Capability:
+    """This project's own engine folds on a CPU; it has taken vLLM's setting over."""
+    on, drafts = replay.wanted(config), config.num_speculative_tokens
+    where = f"additional_config[{replay.NOTE!r}] and num_speculative_tokens={drafts}"
+    if on:
+        return Capability(name, "active", "accepted drafts are folded from records, in torch", where)
+    if drafts:
+        return Capability(
+            name, "off", "a state is written a position; use_replayssm in extra_args folds instead", where
+        )
+    return Capability(
+        name, "off", "it concerns drafts; speculative_config in extra_args switches it on", where
+    )
 
 
 def _state_offload(config: Any) -> Capability:

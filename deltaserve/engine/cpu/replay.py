@@ -20,10 +20,18 @@ _active: Any = None
 
 
 def take_over(vllm_config: Any) -> None:
-    """Turn vLLM's ``use_replayssm`` into this project's note. Raise ``ValueError`` where there is no room for one."""
+    """Turn vLLM's ``use_replayssm`` into this project's note.
+
+    Raise ``ValueError`` where there is no room for one, and with pipeline parallelism, whose first stages are not told
+    how many tokens were accepted.
+    """
     cache = vllm_config.cache_config
     if not cache.use_replayssm:
         return
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError(
+            "use_replayssm: on the CPU not with pipeline_parallel_size above 1; leave one of the two out"
+        )
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
             "use_replayssm: additional_config must be a dict on the CPU, the setting travels in it; leave one of the "
@@ -35,7 +43,7 @@ def take_over(vllm_config: Any) -> None:
 
 def wanted(vllm_config: Any) -> bool:
     """Whether the layers fold at start: the note is there, and there are drafts."""
-    options = vllm_config.additional_config
+    options = getattr(vllm_config, "additional_config", None)
     noted = isinstance(options, Mapping) and bool(options.get(NOTE, False))
     return noted and vllm_config.num_speculative_tokens > 0
 

@@ -18,6 +18,7 @@ from deltaserve.doctor.capabilities import (
     require_state_connector,
 )
 from deltaserve.doctor.passes import Prefills
+from deltaserve.engine.cpu import replay
 
 
 class HybridConnector:
@@ -198,7 +199,11 @@ def test_deferred_mxfp4_needs_blackwell_mxfp4_and_tp(machine: Any) -> None:
 
 
 def test_replay_ssm_by_hardware_model_version_and_setting(machine: Any) -> None:
-    assert one("Replay").state == "unavailable"
+    assert one("Replay").state == "off"
+    noted: dict[str, Any] = {"additional_config": {replay.NOTE: True}}
+    assert one("Replay", **noted).state == "off", "a CPU's note without drafts"
+    assert one("Replay", **noted, num_speculative_tokens=2).state == "active"
+    assert "folds instead" in one("Replay", num_speculative_tokens=2).reason
     machine.compute = (9, 0)
     assert "refuses use_replayssm together with a KV connector" in one("Replay").reason
     machine.refuses = False

@@ -58,6 +58,36 @@ def test_hybrid_models_keep_prefix_caching_and_chunked_prefill(
     )
 
 
+def test_vllms_flag_for_replay_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from vllm.engine.arg_utils import EngineArgs
+
+    from deltaserve.engine.cpu import replay
+
+    write_random_model(tmp_path, form="k3")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    args = EngineArgs(
+        model=str(tmp_path),
+        dtype="float32",
+        max_model_len=2048,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=64 << 20,
+        speculative_config=drafts,
+        use_replayssm=True,
+    )
+    config = args.create_engine_config()
+    assert replay.wanted(config)
+    assert not config.cache_config.use_replayssm, "vLLM's own kernels are Triton's"
+    args.use_replayssm = False
+    args.additional_config = {}
+    assert not replay.wanted(args.create_engine_config())
+    # Control: vLLM refuses its flag here.
+    args.use_replayssm = True
+    monkeypatch.setattr(replay, "take_over", lambda config: None)
+    with pytest.raises(ValueError, match=r"replayssm|ReplaySSM|RecoverSSM"):
+        args.create_engine_config()
+
+
 def test_random_models_are_reproducible(tmp_path: Path) -> None:
     a, b, c = (tmp_path / x for x in "abc")
     assert write_random_model(a, seed=1) == write_random_model(b, seed=1)
