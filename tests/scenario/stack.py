@@ -225,10 +225,9 @@ class Worker:
             request = self.engine.scheduler.requests[request_id]
             if request.num_computed_tokens == request.num_prompt_tokens:
                 self.tamper(request_id, request.num_prompt_tokens)
-                name = next(
-                    (job.add.request_id for job in self.service._jobs.values() if job.key == request_id),
-                    request_id,
-                )
+                # A copy, taken at once: this is the engine's thread, and the jobs are the event loop's.
+                jobs = self.service._jobs.copy().values()
+                name = next((job.add.request_id for job in jobs if job.key == request_id), request_id)
                 self.states[name] = self.engine.read_state(
                     self.engine.tables(request_id), request.num_prompt_tokens
                 )
