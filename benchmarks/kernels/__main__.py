@@ -35,14 +35,14 @@ def attempt(what: str, measure: Callable[[], Any]) -> Any:
 
 
 def point(
-    heads: int, batch: int, window: int, bandwidth: float, peers: bool, tune: bool, parts: bool
+    heads: int, batch: int, window: int, bandwidth: float, peers: bool, tune: bool, ring: int
 ) -> dict[str, Any]:
     """Measure one shape on every side."""
     layers = Layers(heads, batch, window)
     row: dict[str, Any] = {"heads": heads, "batch": batch, "window": window, "layers": layers.count}
     row["floor_us"] = layers.least_bytes() / bandwidth * 1e6
     row["two_state_passes_us"] = 2 * layers.state_bytes / bandwidth * 1e6
-    config = choose(heads, batch, window)
+    config = choose(window)
     if tune:
         tried = attempt("tune", lambda: sides.tune(layers))
         if tried:
@@ -50,14 +50,18 @@ def point(
             config = tried[0][1]
     row["config"] = asdict(config)
     row["ours_us"] = attempt("ReplaySSM", lambda: sides.replay_ssm(layers, config))
-    if parts:
-        row["parts_us"] = attempt("parts", lambda: sides.replay_ssm_parts(layers, config))
     if peers:
         recover = attempt("RecoverSSM", lambda: sides.recover_ssm(layers))
         if recover:
             row["verify_us"], row["commit_us"] = recover
             row["recover_us"] = sum(recover)
         row["write_us"] = attempt("write states", lambda: sides.write_states(layers))
+    if ring:
+        del layers
+        torch.cuda.empty_cache()
+        turning = Layers(heads, batch, window, ring)
+        row["ring_floor_us"] = turning.least_bytes() / bandwidth * 1e6
+        row["ring_us"] = attempt("ring", lambda: sides.replay_ssm(turning))
     return row
 
 
@@ -73,7 +77,8 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['heads']:3d} {row['batch']:3d} {row['window']:2d} | {number('write_us', 7)} | {recover:>23s} |"
         f" {number('ours_us', 5)} | {number('floor_us', 5)} | {ratio('floor_us', 'ours_us', 10)} |"
-        f" {ratio('write_us', 'ours_us', 10)} | {ratio('recover_us', 'ours_us', 12)}",
+        f" {ratio('write_us', 'ours_us', 10)} | {ratio('recover_us', 'ours_us', 12)}"
+        + (f" | ring {number('ring_us', 5)}, floor {number('ring_floor_us', 5)}" if "ring_us" in row else ""),
         flush=True,
     )
 
@@ -118,7 +123,9 @@ def main() -> None:
     parser.add_argument(
         "--tune", action="store_true", help="try every cut of the kernels at T=8 and take the best"
     )
-    parser.add_argument("--parts", action="store_true", help="time each launch alone, too")
+    parser.add_argument(
+        "--ring", type=int, default=0, help="also a ring that is flushed at so many accepted tokens"
+    )
     parser.add_argument("--no-peers", action="store_true", help="this project's kernels alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -147,7 +154,7 @@ def main() -> None:
             bandwidth,
             not options.no_peers,
             options.tune and window == 8,
-            options.parts,
+            options.ring,
         )
         rows.append(row)
         show(row)

@@ -3,10 +3,11 @@
 
     python -m benchmarks.kernels.engine --drafts 7 --out DIR
 
-Modes: ``none`` (no drafts), ``write`` (one state a position), ``recover`` (vLLM's RecoverSSM) and ``replay`` (fold at
+Modes: ``none`` (no drafts), ``write`` (one state a position), ``recover`` (vLLM's RecoverSSM), ``replay`` (fold at
 start, this project's kernels). Every mode is an engine in a process of its own; they load side by side and then run one
 after the other. Answers are greedy and compared with those of ``none``; where the first difference lies, the gap of
-``none``'s two best log-probabilities says what rounding could do there.
+``none``'s two best log-probabilities says what rounding could do there. On a fresh machine the engines compile for
+minutes.
 
 ``--acceptance N`` makes vLLM accept N tokens a window on average whatever they are (its "synthetic" method), for a
 speed that does not depend on how well a model's drafts guess; answers then mean nothing. ``--heads H`` takes random
@@ -16,8 +17,11 @@ weights and H KDA heads instead of the demonstration model's.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
 import os
+import pstats
 import re
 import subprocess
 import sys
@@ -38,7 +42,8 @@ def load(options: argparse.Namespace, mode: str) -> Any:
     replay_ssm.install()
     from vllm import LLM
 
-    sizes = [1, 2, 4, 8, 16, 32]
+    sizes = [1, 4, 16, 32, 64, 128]
+    sizes = [size for size in sizes if size <= options.batch]
     args: dict[str, Any] = {
         "model": str(DEMO),
         "dtype": "bfloat16",
@@ -70,7 +75,7 @@ def load(options: argparse.Namespace, mode: str) -> Any:
             draft["rejection_sample_method"] = "synthetic"
             draft["synthetic_acceptance_length"] = options.acceptance
         args["speculative_config"] = draft
-        args["use_replayssm"] = mode in ("recover", "replay")
+        args["use_replayssm"] = mode != "write"
     if options.eager:
         args["enforce_eager"] = True
         del args["compilation_config"]
@@ -110,14 +115,12 @@ def child(options: argparse.Namespace, mode: str) -> None:
     """Load, wait for the turn, measure, write ``mode``.json."""
     llm = load(options, mode)
     asked, others = prompts(options.batch)
+    generate(llm, others, 48)
     ready, go = options.out / f"{mode}.ready", options.out / f"{mode}.go"
     ready.touch()
     while not go.exists():
         time.sleep(0.2)
     record: dict[str, Any] = {"mode": mode}
-    generate(llm, others, 48)
-    if options.profile:
-        profile(llm, asked, options.out / f"{mode}.profile")
     seconds = []
     for _ in range(options.repeats):
         llm.reset_prefix_cache()
@@ -128,11 +131,13 @@ def child(options: argparse.Namespace, mode: str) -> None:
     record["tokens_per_second"] = options.batch * options.tokens / min(seconds)
     record["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
     record["counters"] = counters(llm)
-    # The same again with their beginnings cached, and histories that end inside an answer.
-    longer = [p + t[: options.tokens // 2] for p, t in zip(asked, record["tokens"], strict=True)]
-    again = generate(llm, longer, options.tokens - options.tokens // 2)
-    record["continued"] = [list(o.outputs[0].token_ids) for o in again]
-    if mode == "none":
+    record["continued"] = []
+    if not options.acceptance:
+        # The same again with their beginnings cached, and histories that end inside an answer.
+        longer = [p + t[: options.tokens // 2] for p, t in zip(asked, record["tokens"], strict=True)]
+        again = generate(llm, longer, options.tokens - options.tokens // 2)
+        record["continued"] = [list(o.outputs[0].token_ids) for o in again]
+    if mode == "none" and not options.acceptance:
         llm.reset_prefix_cache()
         record["gaps"] = [
             [
@@ -141,23 +146,28 @@ def child(options: argparse.Namespace, mode: str) -> None:
             ]
             for o in generate(llm, asked, options.tokens, 2)
         ]
+    if mode in options.profile.split(","):
+        profile(llm, asked, options.out / f"{mode}.profile")
     (options.out / f"{mode}.json").write_text(json.dumps(record))
     print(f"done {mode}", flush=True)
     os._exit(0)
 
 
 def profile(llm: Any, asked: list[list[int]], target: Path) -> None:
-    """Where the time of a short run goes, on the device and on the host."""
+    """Where the time of two short runs goes: kernels of the device, functions of the host."""
     import torch
     from torch.profiler import ProfilerActivity
 
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        generate(llm, asked, 48)
-    table = found.key_averages()
-    orders = ("self_cuda_time_total", "self_cpu_time_total")
-    target.write_text(
-        "\n".join(table.table(sort_by=o, row_limit=25, max_name_column_width=60) for o in orders)
-    )
+    llm.reset_prefix_cache()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        generate(llm, asked, 32)
+    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60)
+    llm.reset_prefix_cache()
+    host = cProfile.Profile()
+    host.runcall(generate, llm, asked, 48)
+    words = io.StringIO()
+    pstats.Stats(host, stream=words).sort_stats("tottime").print_stats(30)
+    target.write_text(table + words.getvalue())
 
 
 def capacity(log: Path) -> str:
@@ -180,7 +190,7 @@ def report(folder: Path, modes: list[str], batch: int) -> None:
         if drafts:
             kept = record["counters"]["spec_decode_num_accepted_tokens"] / drafts
             line += f"  {1 + kept:.2f} tokens a window"
-        if reference and mode != "none":
+        if reference and mode != "none" and "gaps" in reference:
             for what in ("tokens", "continued"):
                 pairs = list(zip(reference[what], record[what], strict=True))
                 found = [(i, first_difference(a, b)) for i, (a, b) in enumerate(pairs)]
@@ -194,7 +204,7 @@ def report(folder: Path, modes: list[str], batch: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.engine", description=__doc__)
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
     parser.add_argument("--drafts", type=int, default=7, help="drafts a window, at most 7")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=320, help="tokens of an answer")
@@ -205,8 +215,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=0, help="random weights, this many KDA heads")
     parser.add_argument("--cache-bytes", type=int, default=2 << 30)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--profile", action="store_true", help="write where a short run's time goes")
-    parser.add_argument("--limit", type=float, default=130.0, help="seconds for everything")
+    parser.add_argument("--profile", default="", help="modes of which to write where a short run's time goes")
+    parser.add_argument("--after", type=Path, help="measure when this file exists")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -218,19 +229,22 @@ def main() -> None:
     children = {}
     for i, mode in enumerate(modes):
         log = (options.out / f"{mode}.log").open("w")
-        environment = {**os.environ, "VLLM_PORT": str(21000 + 200 * i)}
+        environment = {**os.environ, "VLLM_PORT": str(20000 + os.getpid() % 100 * 400 + 40 * i)}
         command = [sys.executable, "-m", "benchmarks.kernels.engine", *sys.argv[1:], "--child", mode]
         children[mode] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
-    def wait(which: list[str], suffix: str) -> None:
-        while time.monotonic() < end:
+    def wait(which: list[str], suffix: str, until: float = end) -> None:
+        while time.monotonic() < until:
             waiting = [m for m in which if not (options.out / f"{m}.{suffix}").exists()]
             if not any(children[m].poll() is None for m in waiting):
                 return
             time.sleep(0.2)
 
     try:
-        wait(modes, "ready")
+        # Who is not ready a good while before the end must not keep the others from measuring.
+        wait(modes, "ready", end - 0.35 * options.limit)
+        while options.after and not options.after.exists() and time.monotonic() < end:
+            time.sleep(0.2)
         for mode in modes:
             (options.out / f"{mode}.go").touch()
             wait([mode], "json")

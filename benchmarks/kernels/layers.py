@@ -21,9 +21,12 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Layers:
-    """Layers of H heads in front of B requests with windows of T positions, ``accepted`` of the last ones random."""
+    """Layers of H heads in front of B requests with windows of T positions, ``accepted`` of the last ones random.
 
-    def __init__(self, heads: int, batch: int, window: int) -> None:
+    ``flush_at`` above one is the ring, after so many random steps that its fill is random too.
+    """
+
+    def __init__(self, heads: int, batch: int, window: int, flush_at: int = 1) -> None:
         self.heads, self.batch, self.window = heads, batch, window
         self.state_bytes = batch * heads * DIM * DIM * 4
         self.count = max(2, min(240, -(-ROTATION_BYTES // self.state_bytes)))
@@ -31,10 +34,12 @@ class Layers:
         tokens = batch * window
         f32 = torch.float32
         n = range(self.count)
+        rows = RecordRows(batch, window, flush_at=flush_at, device="cuda")
         self.state = [randn(batch + 1, heads, DIM, DIM, dtype=f32) for _ in n]
         self.records = [
             WindowRecords(
-                randn(2 * batch, heads, window, DIM, dtype=f32), randn(2 * batch, heads, window, 2 * DIM)
+                randn(2 * batch, heads, rows.capacity, DIM, dtype=f32),
+                randn(2 * batch, heads, rows.capacity, 2 * DIM),
             )
             for _ in n
         ]
@@ -50,21 +55,24 @@ class Layers:
         self.accepted = torch.randint(1, window + 1, (batch,), device="cuda", dtype=torch.int32)
         self.cu_seqlens = torch.arange(0, tokens + 1, window, device="cuda", dtype=torch.int32)
         self.slots = torch.arange(1, batch + 1, device="cuda", dtype=torch.int32)
-        rows = RecordRows(batch, window, device="cuda")
         pairs = torch.arange(batch, device="cuda")
+        for _ in range(0 if flush_at == 1 else 24):
+            random = torch.randint(1, window + 1, (batch,), device="cuda", dtype=torch.int32)
+            rows.plan(pairs, random, self.slots, self.cu_seqlens, conv_dropped=1)
         self.plan = rows.plan(pairs, self.accepted, self.slots, self.cu_seqlens, conv_dropped=1)
 
     def least_bytes(self) -> float:
-        """What a step of one layer must move when the state is read once and written once.
+        """What a step of one layer must move when the state is read once and written where it is due.
 
-        State; records of the n accepted tokens read and of T written (u fp32, k and g bf16: 1 KiB a head); raw q|k|v, g
+        State; records of the pending tokens read and of T written (u fp32, k and g bf16: 1 KiB a head); raw q|k|v, g
         and output; 3 columns of the convolution read and T+2 written.
         """
         per_head = self.batch * self.heads
-        accepted = float(self.accepted.sum()) / self.batch
+        pending = float(self.plan.pending.sum()) / self.batch
+        written = float((self.plan.pending >= self.plan.flush_at).sum()) / self.batch
         record = DIM * 4 + 2 * DIM * 2
         token = (3 * DIM + DIM + DIM) * 2
         columns = (3 + self.window + 2) * 3 * DIM * 2
-        return 2 * self.state_bytes + per_head * (
-            (self.window + accepted) * record + self.window * token + columns
+        return (1 + written) * self.state_bytes + per_head * (
+            (self.window + pending) * record + self.window * token + columns
         )

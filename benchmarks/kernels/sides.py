@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,33 +11,13 @@ import torch
 
 from benchmarks.kernels.layers import DIM, LOWER_BOUND, Layers
 from benchmarks.kernels.timing import graph_us
-from decode_worker.replay_ssm.gpu_path import (
-    KernelConfig,
-    Workspace,
-    advance_window,
-    launch_advance,
-    launch_prepare,
-)
+from decode_worker.replay_ssm.gpu_path import KernelConfig, Workspace, advance_window
 
-PREPARE = [(4, None), (4, 128), (4, 80)]
-"""Warps and register bounds of the first kernel that ``tune`` tries."""
-
-ADVANCE = [
-    KernelConfig(advance="stream", value_tile=64, warps=4),
-    KernelConfig(advance="stream", value_tile=64, warps=4, first_out=False),
-    KernelConfig(advance="gluon", value_tile=16, warps=1, group=4),
-]
-"""Cuts of the second kernel that ``tune`` tries."""
+CUTS = [KernelConfig(), KernelConfig(registers=None), KernelConfig(warps=4, registers=None)]
+"""Cuts of the kernel that ``tune`` tries."""
 
 LAYERS_A_COMMIT = 69
 """RecoverSSM folds all layers of a model in one launch; K3 has 69 KDA layers."""
-
-
-def workspace(layers: Layers) -> Workspace:
-    space = Workspace(layers.batch, layers.heads, layers.window, dtype=torch.bfloat16, device="cuda")
-    for scratch in (space.rows, space.values, space.keys):
-        scratch.normal_()
-    return space
 
 
 def _gate(layers: Layers) -> dict[str, Any]:
@@ -46,8 +25,9 @@ def _gate(layers: Layers) -> dict[str, Any]:
 
 
 def replay_ssm(layers: Layers, config: KernelConfig | None = None) -> float:
-    """Both launches of this project's kernels."""
-    space = workspace(layers)
+    """This project's kernels."""
+    capacity = layers.records[0].u.shape[2]
+    space = Workspace(layers.batch, layers.heads, capacity, dtype=torch.bfloat16, device="cuda")
 
     def step(i: int) -> None:
         advance_window(
@@ -68,41 +48,9 @@ def replay_ssm(layers: Layers, config: KernelConfig | None = None) -> float:
     return graph_us([partial(step, i) for i in range(layers.count)])
 
 
-def replay_ssm_parts(layers: Layers, config: KernelConfig) -> tuple[float, float]:
-    """Each launch alone: (prepare, advance). They overlap when run together, so their sum is more than the step."""
-    space = workspace(layers)
-
-    def prepare(i: int) -> None:
-        launch_prepare(
-            layers.x[i],
-            layers.weight,
-            layers.conv[i],
-            layers.raw_g[i],
-            layers.raw_beta[i],
-            **_gate(layers),
-            records=layers.records[i],
-            plan=layers.plan,
-            workspace=space,
-            config=config,
-        )
-
-    def advance(i: int) -> None:
-        launch_advance(layers.state[i], layers.records[i], layers.plan, space, layers.out[i], config)
-
-    first = graph_us([partial(prepare, i) for i in range(layers.count)])
-    for scratch in (space.rows, space.values, space.keys):
-        scratch.normal_()
-    return first, graph_us([partial(advance, i) for i in range(layers.count)])
-
-
 def tune(layers: Layers) -> list[tuple[float, KernelConfig]]:
-    """Every combination of ``PREPARE`` and ``ADVANCE``, fastest first."""
-    results = []
-    for advance in ADVANCE:
-        for warps, registers in PREPARE:
-            config = replace(advance, prepare_warps=warps, prepare_registers=registers)
-            results.append((replay_ssm(layers, config), config))
-    return sorted(results, key=lambda r: r[0])
+    """Every one of ``CUTS``, fastest first."""
+    return sorted(((replay_ssm(layers, config), config) for config in CUTS), key=lambda r: r[0])
 
 
 def _heads(layers: Layers, i: int) -> list[torch.Tensor]:

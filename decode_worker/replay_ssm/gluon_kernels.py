@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""The pass over the state in Gluon: ``advance_state`` of ``triton_kernels.py`` with layouts chosen by hand.
+"""A whole step of a layer in one launch, in Gluon for Hopper: a program a (request, head).
 
-Everything a warp needs of S stays where the tensor cores want it, from the load to the store. A warp owns 16 (or 32)
-rows of V. Four lanes share a row and each holds 4 consecutive channels of every 16: a load of 16 bytes a lane touches
-64 consecutive bytes a row, and the same registers are the A operand of an m16n8k8 product, because the order in which
-a product runs over K is free as long as both operands share it (``k_width`` = 4). So there is no shared memory, no
-barrier and no conversion: a program is as many independent warps as it has.
+The program asks for its window's inputs, then for the head's state [128, 128], 64 KiB on their way into shared memory
+while the warps compute what they need of the window (``gluon_prepare.py``). Two programs fit on a multiprocessor, so
+that one computes while the other one reads or writes. That order matters: behind 64 KiB of state, the inputs arrive
+microseconds later.
 
-S [BV, K] times the window's 2 T rows gives [BV, 2 T] accumulators, whose registers are again, with ``k_width`` = 2,
-the A operand of the second product, by the T x T triangle.
+Once there, everything a warp needs of S lies where the tensor cores want it, from the load to the store. A warp owns 16
+rows of V at a time. Four lanes share a row and each holds 4 consecutive channels of every 16: a store of 16 bytes a
+lane touches 64 consecutive bytes a row, and the same registers are the A operand of an m16n8k8 product, because the
+order in which a product runs over K is free as long as both operands share it (``k_width`` = 4). S times the window's
+2 T rows gives [BV, 2 T] accumulators, whose registers are again, with ``k_width`` = 2, the A operand of the second
+product, by the T x T triangle.
 
 A fp32 product is three tf32 products of a head (rounded to 11 bits) and a rest, each accumulated apart; what is
-dropped is below 2^-21 of a term. Written against Triton 3.6.
+dropped is below 2^-21 of a term. What nobody reads again soon is stored with ``POLICY`` "evict_first". Written against
+Triton 3.6.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from decode_worker.replay_ssm.gluon_prepare import window_vectors
 
 
 @gluon.jit
@@ -55,90 +61,128 @@ def multiply(s, x, big, small):
 
 
 @gluon.jit
-def advance_state(
-    state, records_u, rows_x, values, triangle, keys_fold, out, cu, slots, read_rows, write_rows, pending, write_at,
-    flush_at,
+def _read_rows(buffer, base, count, PADDED: gl.constexpr, K: gl.constexpr, COPY: gl.constexpr):
+    rows = gl.arange(0, PADDED, layout=gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+    ptr = base + rows[:, None] * K + columns[None, :]
+    async_copy.async_copy_global_to_shared(buffer, ptr, mask=rows[:, None] < count)
+
+
+@gluon.jit
+def advance_window(
+    x, weight, conv, raw_g, raw_beta, a_log, dt_bias,
+    records_kg, cu, slots, read_rows, write_rows, pending, write_at, conv_first,
+    state, records_u, out, lower_bound, flush_at,
+    s_x, s_ww, s_conv_slot, s_conv_col, s_conv_chan, s_g, s_beta, s_kg_row, s_kg_head,
     s_state, s_u_row, s_u_head, s_out,
     H,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, TP: gl.constexpr, RP: gl.constexpr, GROUP: gl.constexpr,
-    NW: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, TP: gl.constexpr, WIDTH: gl.constexpr,
+    DROP: gl.constexpr, BOUNDED: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
-    """One program a (request, head, BV rows of V); arguments as in ``triton_kernels.advance_state``."""
+    """One program a (request, head). Arguments as in ``triton_kernels.prepare_window`` and ``advance_state``, but
+    ``weight`` [4, C], K = V, and at most 8 records a row; BV is 16 rows of V a warp."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, NW], [1, 0])
+    M: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, NW], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
     LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
     LA2: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     LB2: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [NW, 1], [1, 0])
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     R: gl.constexpr = 2 * TP
     C: gl.constexpr = 32
     NV: gl.constexpr = V // BV
+    if PDL:
+        wait_for_previous_kernel()
+        let_next_kernel_start()
     pid = gl.program_id(0)
-    part = pid % NV
-    bh = pid // NV
-    b = bh // H
-    h = bh % H
+    b = pid // H
+    h = pid % H
     slot = gl.load(slots + b).to(gl.int64)
     row0 = gl.load(cu + b).to(gl.int64)
     length = (gl.load(cu + b + 1).to(gl.int64) - row0).to(gl.int32)
-    v_acc = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, MMA))
+    n = gl.load(pending + b)
+    first = gl.load(conv_first + b)
+    read_row = gl.load(read_rows + b).to(gl.int64)
+    write_row = gl.load(write_rows + b).to(gl.int64)
+    at = gl.load(write_at + b)
     r_acc = gl.arange(0, R, layout=gl.SliceLayout(0, MMA))
-    o_ptr = out + h * V + v_acc[:, None] + (row0 + r_acc[None, :] - TP) * s_out
     o_mask = (r_acc >= TP) & (r_acc - TP < length)
-    o_mask = o_mask[None, :] & (v_acc[:, None] >= 0)
-    if slot <= 0:
-        gl.store(o_ptr, gl.zeros([BV, R], gl.float32, MMA).to(out.dtype.element_ty), mask=o_mask)
-    else:
-        v_s = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LA))
-        c_s = gl.arange(0, C, layout=gl.SliceLayout(0, LA))
-        s_ptr = state + slot * s_state + h * V * K + v_s[:, None] * K + c_s[None, :]
-        s0 = gl.load(s_ptr)
-        s1 = gl.load(s_ptr + C)
-        s2 = gl.load(s_ptr + 2 * C)
-        s3 = gl.load(s_ptr + 3 * C)
-        n = gl.load(pending + b)
-        read_row = gl.load(read_rows + b).to(gl.int64)
-        write_row = gl.load(write_rows + b).to(gl.int64)
-        at = gl.load(write_at + b)
-        u_ptr = records_u + read_row * s_u_row + h * s_u_head + v_s
-        if PDL:
-            wait_for_previous_kernel()
-            let_next_kernel_start()
-        fold = keys_fold + bh.to(gl.int64) * (RP + 1) * K
-        s0 *= gl.load(fold + c_s)[None, :]
-        s1 *= gl.load(fold + C + c_s)[None, :]
-        s2 *= gl.load(fold + 2 * C + c_s)[None, :]
-        s3 *= gl.load(fold + 3 * C + c_s)[None, :]
-        for j0 in range(0, n, GROUP):
-            for i in gl.static_range(GROUP):
-                j = j0 + i
-                u = gl.load(u_ptr + j * V, mask=j < n, other=0.0)[:, None]
-                k_ptr = fold + (j + 1) * K + c_s
-                s0 += u * gl.load(k_ptr, mask=j < n, other=0.0)[None, :]
-                s1 += u * gl.load(k_ptr + C, mask=j < n, other=0.0)[None, :]
-                s2 += u * gl.load(k_ptr + 2 * C, mask=j < n, other=0.0)[None, :]
-                s3 += u * gl.load(k_ptr + 3 * C, mask=j < n, other=0.0)[None, :]
-        if n >= flush_at:
-            gl.store(s_ptr, s0)
-            gl.store(s_ptr + C, s1)
-            gl.store(s_ptr + 2 * C, s2)
-            gl.store(s_ptr + 3 * C, s3)
-        c_x = gl.arange(0, C, layout=gl.SliceLayout(1, LB))
-        r_x = gl.arange(0, R, layout=gl.SliceLayout(0, LB))
-        x_ptr = rows_x + bh.to(gl.int64) * R * K + c_x[:, None] + r_x[None, :] * K
-        v_ptr = values + bh.to(gl.int64) * TP * V + v_acc[:, None] + r_acc[None, :] * V
-        seen = gl.load(v_ptr, mask=(r_acc[None, :] < TP) & (v_acc[:, None] >= 0), other=0.0).to(gl.float32)
+    if slot > 0:
+        s_buf = gl.allocate_shared_memory(gl.float32, [NV, BV, K], SWIZZLED)
+        x_buf = gl.allocate_shared_memory(gl.float32, [R, K], SWIZZLED)
+        k_buf = gl.allocate_shared_memory(gl.float32, [TP, K], PLAIN)
+        w_buf = gl.allocate_shared_memory(gl.float32, [TP, K], PLAIN)
+        v_buf = gl.allocate_shared_memory(gl.float32, [R, V], PLAIN)
+        u_buf = gl.allocate_shared_memory(gl.float32, [TP, V], PLAIN)
+        z_buf = gl.allocate_shared_memory(gl.float32, [R, R], PLAIN)
+        _read_rows(u_buf, records_u + read_row * s_u_row + h * s_u_head, n, TP, V, COPY)
+        async_copy.commit_group()
+        window_vectors(
+            x, weight, conv, raw_g, raw_beta, a_log, dt_bias, records_kg, lower_bound,
+            slot, row0, length, n, first, read_row, write_row, at, h,
+            s_x, s_ww, s_conv_slot, s_conv_col, s_conv_chan, s_g, s_beta, s_kg_row, s_kg_head,
+            H, x_buf, v_buf.slice(0, TP), k_buf, w_buf, z_buf, s_buf, state, s_state,
+            K, TP, WIDTH, DROP, BOUNDED, L, M, POLICY, COPY, BV,
+        )  # fmt: skip
+        v_buf.slice(TP, TP).store(gl.zeros([TP, V], gl.float32, L))
+        m_t = gl.arange(0, TP, layout=gl.SliceLayout(1, M))
+        m_c = gl.arange(0, TP, layout=gl.SliceLayout(0, M))
+        none = gl.zeros([TP, TP], gl.float32, M)
+        z_buf.slice(0, TP).slice(TP, TP, dim=1).store(none)
+        z_buf.slice(TP, TP).slice(TP, TP, dim=1).store(gl.where(m_t[:, None] == m_c[None, :], 1.0, none))
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        z = z_buf.permute([1, 0]).load(LB2)
         zero = gl.zeros([BV, R], gl.float32, MMA)
-        big0, small = multiply(s0, gl.load(x_ptr), zero, zero)
-        big0, small = multiply(s1, gl.load(x_ptr + C), big0, small)
-        big1, small = multiply(s2, gl.load(x_ptr + 2 * C), zero, small)
-        big1, small = multiply(s3, gl.load(x_ptr + 3 * C), big1, small)
-        seen = seen + (small + (big0 + big1))
-        c_z = gl.arange(0, R, layout=gl.SliceLayout(1, LB2))
-        r_z = gl.arange(0, R, layout=gl.SliceLayout(0, LB2))
-        z = gl.load(triangle + bh.to(gl.int64) * R * R + c_z[:, None] + r_z[None, :] * R)
-        big, small = multiply(gl.convert_layout(seen, LA2), z, zero, zero)
-        result = big + small
-        gl.store(o_ptr, result.to(out.dtype.element_ty), mask=o_mask)
-        u_out = records_u + write_row * s_u_row + h * s_u_head + v_acc[:, None] + (at + r_acc[None, :]) * V
-        u_mask = (r_acc < TP) & (r_acc < length)
-        gl.store(u_out, result, mask=u_mask[None, :] & (v_acc[:, None] >= 0))
+        for part in gl.static_range(NV):
+            # Without it the compiler keeps in registers what both halves read.
+            gl.thread_barrier()
+            v_s = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LA))
+            v_acc = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, MMA))
+            ss = s_buf.index(part)
+            kk = w_buf.slice(TP - 1, 1)
+            s0 = ss.slice(0, C, dim=1).load(LA) * kk.slice(0, C, dim=1).load(LA)
+            s1 = ss.slice(C, C, dim=1).load(LA) * kk.slice(C, C, dim=1).load(LA)
+            s2 = ss.slice(2 * C, C, dim=1).load(LA) * kk.slice(2 * C, C, dim=1).load(LA)
+            s3 = ss.slice(3 * C, C, dim=1).load(LA) * kk.slice(3 * C, C, dim=1).load(LA)
+            uu = u_buf.permute([1, 0]).slice(part * BV, BV)
+            for j in gl.static_range(TP):
+                if j < n:
+                    u = uu.slice(j, 1, dim=1).load(LA)
+                    key = k_buf.slice(j, 1)
+                    s0 += u * key.slice(0, C, dim=1).load(LA)
+                    s1 += u * key.slice(C, C, dim=1).load(LA)
+                    s2 += u * key.slice(2 * C, C, dim=1).load(LA)
+                    s3 += u * key.slice(3 * C, C, dim=1).load(LA)
+            if n >= flush_at:
+                c_s = gl.arange(0, C, layout=gl.SliceLayout(0, LA))
+                s_ptr = state + slot * s_state + h * V * K + v_s[:, None] * K + c_s[None, :]
+                gl.store(s_ptr, s0, eviction_policy=POLICY)
+                gl.store(s_ptr + C, s1, eviction_policy=POLICY)
+                gl.store(s_ptr + 2 * C, s2, eviction_policy=POLICY)
+                gl.store(s_ptr + 3 * C, s3, eviction_policy=POLICY)
+            big0, small = multiply(s0, x_buf.slice(0, C, dim=1).permute([1, 0]).load(LB), zero, zero)
+            big0, small = multiply(s1, x_buf.slice(C, C, dim=1).permute([1, 0]).load(LB), big0, small)
+            big1, small = multiply(s2, x_buf.slice(2 * C, C, dim=1).permute([1, 0]).load(LB), zero, small)
+            big1, small = multiply(s3, x_buf.slice(3 * C, C, dim=1).permute([1, 0]).load(LB), big1, small)
+            seen = v_buf.permute([1, 0]).slice(part * BV, BV).load(MMA)
+            total = seen + (small + (big0 + big1))
+            big, small = multiply(gl.convert_layout(total, LA2), z, zero, zero)
+            result = big + small
+            wanted = o_mask[None, :] & (v_acc[:, None] >= 0)
+            o_ptr = out + h * V + v_acc[:, None] + (row0 + r_acc[None, :] - TP) * s_out
+            gl.store(o_ptr, result.to(out.dtype.element_ty), mask=wanted)
+            u_out = (
+                records_u + write_row * s_u_row + h * s_u_head + v_acc[:, None] + (at + r_acc[None, :]) * V
+            )
+            u_mask = (r_acc < TP) & (r_acc < length)
+            gl.store(u_out, result, mask=u_mask[None, :] & (v_acc[:, None] >= 0), eviction_policy=POLICY)
+    else:
+        for part in gl.static_range(NV):
+            v_acc = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, MMA))
+            wanted = o_mask[None, :] & (v_acc[:, None] >= 0)
+            o_ptr = out + h * V + v_acc[:, None] + (row0 + r_acc[None, :] - TP) * s_out
+            gl.store(o_ptr, gl.zeros([BV, R], gl.float32, MMA).to(out.dtype.element_ty), mask=wanted)

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""The preparation of a window in Gluon: ``prepare_window`` of ``triton_kernels.py`` with layouts chosen by hand.
+"""What the pass over the state needs of a window, in Gluon: the first half of ``gluon_kernels.py``.
 
-One program a (request, head). Every [8, 128] tensor gives a position a group of four lanes and a lane 4 consecutive
-channels of every 16, so sums over channels take two shuffles (and one exchange between warps), and what lies one
-position back is one shuffle away. The triangle is built by distance: w_d[i] = key of position i-d decayed to i
-= e^(g_i) w_(d-1)[i-1], all decays <= 1, so no gate can overflow it.
+Every [8, 128] tensor gives a position a group of four lanes and a lane 4 consecutive channels of every 16, so sums over
+channels take two shuffles (and one exchange between warps), and what lies one position back is one shuffle away. The
+triangle is built by distance: w_d[i] = key of position i-d decayed to i = e^(g_i) w_(d-1)[i-1], all decays <= 1, so no
+gate can overflow it.
 
-What bounds this kernel is latency: no read depends on more than the row of the plan, sums are taken several at a time,
-registers are few so that many programs are under way, and exponentials are the hardware's (2 units in the last
-place). Written against Triton 3.6.
+What bounds this is latency: no read depends on more than the row of the plan, sums are taken several at a time, and
+exponentials are the hardware's (2 units in the last place). Written against Triton 3.6.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from decode_worker.replay_ssm.gluon_kernels import let_next_kernel_start, wait_for_previous_kernel
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -73,160 +71,153 @@ def _convolve(x_ptr, s_x, cache_ptr, s_col, w_ptr, s_ww, t, length, WIDTH: gl.co
 
 
 @gluon.jit
-def prepare_window(
-    x, weight, conv, raw_g, raw_beta, a_log, dt_bias,
-    records_kg, cu, slots, read_rows, write_rows, pending, write_at, conv_first,
-    rows_x, values, triangle, keys_fold, lower_bound,
+def window_vectors(
+    x, weight, conv, raw_g, raw_beta, a_log, dt_bias, records_kg, lower_bound,
+    slot, row0, length, n, first, read_row, write_row, at, h,
     s_x, s_ww, s_conv_slot, s_conv_col, s_conv_chan, s_g, s_beta, s_kg_row, s_kg_head,
-    H,
-    K: gl.constexpr, V: gl.constexpr, TP: gl.constexpr, WIDTH: gl.constexpr,
-    DROP: gl.constexpr, BOUNDED: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr, POLICY: gl.constexpr,
+    H, to_rows, to_values, to_keys, to_whole, to_triangle, s_buf, state, s_state,
+    K: gl.constexpr, TP: gl.constexpr, WIDTH: gl.constexpr, DROP: gl.constexpr, BOUNDED: gl.constexpr,
+    L: gl.constexpr, M: gl.constexpr, POLICY: gl.constexpr, COPY: gl.constexpr, BV: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as in ``triton_kernels.prepare_window``, but ``weight`` [4, C], K = V, and at most 8 records."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, NW], [1, 0])
+    """Head ``h`` of one window: its vectors to shared memory, the convolution's columns and the records to the caches.
+
+    Stored as soon as they are known: -K e^G and Q e^G [16, 128]; V [8, 128]; the pending keys, decayed to the end of
+    the fold [8, 128]; the decay of the whole fold (the last row of [8, 128]; the others mean nothing); T beta and
+    P T beta, with T = (I + A)^-1, the left half of [16, 16].
+
+    The head's state is sent for, to ``s_buf``, when everything else has been asked for: behind 64 KiB, these few bytes
+    would keep everybody waiting.
+    """
     LT: gl.constexpr = gl.SliceLayout(1, L)
     LC: gl.constexpr = gl.SliceLayout(0, L)
-    M: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, NW], [1, 0])
     MR: gl.constexpr = gl.SliceLayout(1, M)
     KEPT: gl.constexpr = WIDTH - 1 - DROP
-    if PDL:
-        wait_for_previous_kernel()
-        let_next_kernel_start()
-    pid = gl.program_id(0)
-    b = pid // H
-    h = pid % H
-    slot = gl.load(slots + b).to(gl.int64)
-    row0 = gl.load(cu + b).to(gl.int64)
-    length = (gl.load(cu + b + 1).to(gl.int64) - row0).to(gl.int32)
-    n = gl.load(pending + b)
-    first = gl.load(conv_first + b)
-    read_row = gl.load(read_rows + b).to(gl.int64)
-    write_row = gl.load(write_rows + b).to(gl.int64)
-    at = gl.load(write_at + b)
     t = gl.arange(0, TP, layout=LT)
     c = gl.arange(0, K, layout=LC)
     a = _exp2(LOG2_E * gl.load(a_log + h).to(gl.float32))
     bias = gl.load(dt_bias + h * K + c).to(gl.float32)
     w_ptr = weight + h * K + c
-    if slot > 0:
-        t2 = t[:, None] + gl.zeros([TP, K], gl.int32, L)
-        live = (t < length)[:, None]
-        kg = records_kg + read_row * s_kg_row + h * s_kg_head
-        # Row j of the pending keys takes the decays of the rows behind it, so the gates are read one row on. The last
-        # row has none behind it; there the gate of row 0 is read, which only the state meets.
-        after = gl.where(t2 == TP - 1, 0, t2 + 1)
-        old_k = gl.load(kg + t[:, None] * 2 * K + c[None, :], mask=(t < n)[:, None], other=0.0)
-        old_g = gl.load(kg + after * 2 * K + K + c[None, :], mask=after < n, other=0.0)
-        rg = gl.load(raw_g + (row0 + t[:, None]) * s_g + (h * K + c)[None, :], mask=live, other=0.0)
-        m_t = gl.arange(0, TP, layout=MR)
-        m_c = gl.arange(0, TP, layout=gl.SliceLayout(0, M))
-        r_beta = gl.load(raw_beta + (row0 + m_t) * s_beta + h, mask=m_t < length, other=0.0).to(gl.float32)
-        c_beta = gl.load(raw_beta + (row0 + m_c) * s_beta + h, mask=m_c < length, other=0.0).to(gl.float32)
-        x_ptr = x + row0 * s_x + (h * K + c)[None, :] + gl.zeros([TP, K], gl.int32, L)
-        cache_ptr = conv + slot * s_conv_slot + first * s_conv_col + (h * K + c)[None, :] * s_conv_chan
-        cache_ptr = cache_ptr + gl.zeros([TP, K], gl.int32, L)
-        x_part = H * K
-        c_part = H * K * s_conv_chan
-        k, k_rows = _convolve(
-            x_ptr + x_part, s_x, cache_ptr + c_part, s_conv_col, w_ptr + x_part, s_ww, t, length, WIDTH
-        )
-        q, q_rows = _convolve(x_ptr, s_x, cache_ptr, s_conv_col, w_ptr, s_ww, t, length, WIDTH)
-        v, v_rows = _convolve(
-            x_ptr + 2 * x_part,
-            s_x,
-            cache_ptr + 2 * c_part,
-            s_conv_col,
-            w_ptr + 2 * x_part,
-            s_ww,
-            t,
-            length,
-            WIDTH,
-        )
-        kept = (t < KEPT)[:, None]
-        kept_ptr = cache_ptr + (DROP + t[:, None]) * s_conv_col
-        q_kept = gl.load(kept_ptr, mask=kept, other=0.0)
-        k_kept = gl.load(kept_ptr + c_part, mask=kept, other=0.0)
-        v_kept = gl.load(kept_ptr + 2 * c_part, mask=kept, other=0.0)
+    t2 = t[:, None] + gl.zeros([TP, K], gl.int32, L)
+    live = (t < length)[:, None]
+    kg = records_kg + read_row * s_kg_row + h * s_kg_head
+    # Row j of the pending keys takes the decays of the rows behind it, so the gates are read one row on. The last
+    # row has none behind it; there the gate of row 0 is read, which only the state meets.
+    after = gl.where(t2 == TP - 1, 0, t2 + 1)
+    old_k = gl.load(kg + t[:, None] * 2 * K + c[None, :], mask=(t < n)[:, None], other=0.0)
+    old_g = gl.load(kg + after * 2 * K + K + c[None, :], mask=after < n, other=0.0)
+    rg = gl.load(raw_g + (row0 + t[:, None]) * s_g + (h * K + c)[None, :], mask=live, other=0.0)
+    m_t = gl.arange(0, TP, layout=MR)
+    m_c = gl.arange(0, TP, layout=gl.SliceLayout(0, M))
+    r_beta = gl.load(raw_beta + (row0 + m_t) * s_beta + h, mask=m_t < length, other=0.0).to(gl.float32)
+    c_beta = gl.load(raw_beta + (row0 + m_c) * s_beta + h, mask=m_c < length, other=0.0).to(gl.float32)
+    x_ptr = x + row0 * s_x + (h * K + c)[None, :] + gl.zeros([TP, K], gl.int32, L)
+    cache_ptr = conv + slot * s_conv_slot + first * s_conv_col + (h * K + c)[None, :] * s_conv_chan
+    cache_ptr = cache_ptr + gl.zeros([TP, K], gl.int32, L)
+    x_part = H * K
+    c_part = H * K * s_conv_chan
+    k, k_rows = _convolve(
+        x_ptr + x_part, s_x, cache_ptr + c_part, s_conv_col, w_ptr + x_part, s_ww, t, length, WIDTH
+    )
+    q, q_rows = _convolve(x_ptr, s_x, cache_ptr, s_conv_col, w_ptr, s_ww, t, length, WIDTH)
+    v, v_rows = _convolve(
+        x_ptr + 2 * x_part,
+        s_x,
+        cache_ptr + 2 * c_part,
+        s_conv_col,
+        w_ptr + 2 * x_part,
+        s_ww,
+        t,
+        length,
+        WIDTH,
+    )
+    kept = (t < KEPT)[:, None]
+    kept_ptr = cache_ptr + (DROP + t[:, None]) * s_conv_col
+    q_kept = gl.load(kept_ptr, mask=kept, other=0.0)
+    k_kept = gl.load(kept_ptr + c_part, mask=kept, other=0.0)
+    v_kept = gl.load(kept_ptr + 2 * c_part, mask=kept, other=0.0)
 
-        # Every warp has read the cache; now its columns: what stays of the history, then the window.
-        gl.thread_barrier()
-        to_ptr = conv + slot * s_conv_slot + t[:, None] * s_conv_col + (h * K + c)[None, :] * s_conv_chan
-        gl.store(to_ptr, q_kept, mask=kept, eviction_policy=POLICY)
-        gl.store(to_ptr + c_part, k_kept, mask=kept, eviction_policy=POLICY)
-        gl.store(to_ptr + 2 * c_part, v_kept, mask=kept, eviction_policy=POLICY)
-        to_ptr += KEPT * s_conv_col
-        gl.store(to_ptr, q_rows, mask=live, eviction_policy=POLICY)
-        gl.store(to_ptr + c_part, k_rows, mask=live, eviction_policy=POLICY)
-        gl.store(to_ptr + 2 * c_part, v_rows, mask=live, eviction_policy=POLICY)
-        v_out = values + pid.to(gl.int64) * TP * V + t[:, None] * V + c[None, :]
-        gl.store(v_out, v.to(values.dtype.element_ty))
-        # Records of this window, behind those that stay; they keep what the model gave.
-        kg = records_kg + write_row * s_kg_row + h * s_kg_head + (at + t[:, None]) * 2 * K + c[None, :]
-        gl.store(kg, k.to(records_kg.dtype.element_ty), mask=live, eviction_policy=POLICY)
-        gl.store(kg + K, rg, mask=live, eviction_policy=POLICY)
+    # Every warp has read the cache; now its columns: what stays of the history, then the window.
+    gl.thread_barrier()
+    for part in gl.static_range(K // BV):
+        rows = h * K + part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, COPY))
+        columns = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+        ptr = state + slot * s_state + rows[:, None] * K + columns[None, :]
+        async_copy.async_copy_global_to_shared(s_buf.index(part), ptr)
+    async_copy.commit_group()
+    to_ptr = conv + slot * s_conv_slot + t[:, None] * s_conv_col + (h * K + c)[None, :] * s_conv_chan
+    gl.store(to_ptr, q_kept, mask=kept, eviction_policy=POLICY)
+    gl.store(to_ptr + c_part, k_kept, mask=kept, eviction_policy=POLICY)
+    gl.store(to_ptr + 2 * c_part, v_kept, mask=kept, eviction_policy=POLICY)
+    to_ptr += KEPT * s_conv_col
+    gl.store(to_ptr, q_rows, mask=live, eviction_policy=POLICY)
+    gl.store(to_ptr + c_part, k_rows, mask=live, eviction_policy=POLICY)
+    gl.store(to_ptr + 2 * c_part, v_rows, mask=live, eviction_policy=POLICY)
+    to_values.store(v)
+    # Records of this window, behind those that stay; they keep what the model gave.
+    kg = records_kg + write_row * s_kg_row + h * s_kg_head + (at + t[:, None]) * 2 * K + c[None, :]
+    gl.store(kg, k.to(records_kg.dtype.element_ty), mask=live, eviction_policy=POLICY)
+    gl.store(kg + K, rg, mask=live, eviction_policy=POLICY)
 
-        g = gl.where(live, _log2_decay(rg.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0)
-        old_k = old_k.to(gl.float32)
-        k_sum, q_sum, old_sum = gl.reduce((k * k, q * q, old_k * old_k), 1, _add3)
+    g = gl.where(live, _log2_decay(rg.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0)
+    old_k = old_k.to(gl.float32)
+    k_sum, q_sum, old_sum = gl.reduce((k * k, q * q, old_k * old_k), 1, _add3)
 
-        k = k * gl.rsqrt(k_sum + 1e-6)[:, None]
-        q = q * (gl.rsqrt(q_sum + 1e-6) * (K**-0.5))[:, None]
-        # Decays over several tokens are sums before they are powers: e^g of a very slow decay rounds to 1, its sum does
-        # not. No exponent is ever positive, so none overflows.
-        from_start = g
-        for e in gl.static_range(3):
-            other = gl.gather(from_start, gl.maximum(t2 - (1 << e), 0), axis=0)
-            from_start = gl.where(t2 >= (1 << e), from_start + other, from_start)
-        from_start = _exp2(from_start)
-        d = _exp2(g)
-        x_out = rows_x + pid.to(gl.int64) * 2 * TP * K + t[:, None] * K + c[None, :]
-        gl.store(x_out, -k * from_start)
-        gl.store(x_out + TP * K, q * from_start)
+    k = k * gl.rsqrt(k_sum + 1e-6)[:, None]
+    q = q * (gl.rsqrt(q_sum + 1e-6) * (K**-0.5))[:, None]
+    # Decays over several tokens are sums before they are powers: e^g of a very slow decay rounds to 1, its sum does
+    # not. No exponent is ever positive, so none overflows.
+    from_start = g
+    for e in gl.static_range(3):
+        other = gl.gather(from_start, gl.maximum(t2 - (1 << e), 0), axis=0)
+        from_start = gl.where(t2 >= (1 << e), from_start + other, from_start)
+    from_start = _exp2(from_start)
+    d = _exp2(g)
+    to_rows.slice(0, TP).store(-k * from_start)
+    to_rows.slice(TP, TP).store(q * from_start)
 
-        # The triangle by distance: w is the key `distance` positions back, decayed to here.
-        back = gl.maximum(t2 - 1, 0)
-        w1 = d * gl.gather(k, back, axis=0)
-        w2 = d * gl.gather(w1, back, axis=0)
-        p0, a1, p1, a2, p2 = gl.reduce((q * k, k * w1, q * w1, k * w2, q * w2), 1, _add5)
-        w3 = d * gl.gather(w2, back, axis=0)
-        w4 = d * gl.gather(w3, back, axis=0)
-        w5 = d * gl.gather(w4, back, axis=0)
-        a3, p3, a4, p4, a5 = gl.reduce((k * w3, q * w3, k * w4, q * w4, k * w5), 1, _add5)
-        w6 = d * gl.gather(w5, back, axis=0)
-        w7 = d * gl.gather(w6, back, axis=0)
-        p5, a6, p6, a7, p7 = gl.reduce((q * w5, k * w6, q * w6, k * w7, q * w7), 1, _add5)
+    # The triangle by distance: w is the key `distance` positions back, decayed to here.
+    back = gl.maximum(t2 - 1, 0)
+    w1 = d * gl.gather(k, back, axis=0)
+    w2 = d * gl.gather(w1, back, axis=0)
+    p0, a1, p1, a2, p2 = gl.reduce((q * k, k * w1, q * w1, k * w2, q * w2), 1, _add5)
+    w3 = d * gl.gather(w2, back, axis=0)
+    w4 = d * gl.gather(w3, back, axis=0)
+    w5 = d * gl.gather(w4, back, axis=0)
+    a3, p3, a4, p4, a5 = gl.reduce((k * w3, q * w3, k * w4, q * w4, k * w5), 1, _add5)
+    w6 = d * gl.gather(w5, back, axis=0)
+    w7 = d * gl.gather(w6, back, axis=0)
+    p5, a6, p6, a7, p7 = gl.reduce((q * w5, k * w6, q * w6, k * w7, q * w7), 1, _add5)
 
-        # Pending keys, decayed to the end of the fold.
-        old_g = gl.where(
-            after < n, _log2_decay(old_g.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0
-        )
-        behind = gl.where(t2 == TP - 1, 0.0, old_g)
-        for e in gl.static_range(3):
-            other = gl.gather(behind, gl.minimum(t2 + (1 << e), TP - 1), axis=0)
-            behind = gl.where(t2 + (1 << e) < TP, behind + other, behind)
-        fold = keys_fold + pid.to(gl.int64) * (TP + 1) * K + c[None, :]
-        gl.store(fold + (t[:, None] + 1) * K, old_k * gl.rsqrt(old_sum + 1e-6)[:, None] * _exp2(behind))
-        whole = _exp2(gl.gather(behind, t2 * 0, axis=0) + old_g)
-        gl.store(fold + t2 * 0, whole, mask=t2 == TP - 1)
+    # Pending keys, decayed to the end of the fold.
+    old_g = gl.where(
+        after < n, _log2_decay(old_g.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0
+    )
+    behind = gl.where(t2 == TP - 1, 0.0, old_g)
+    for e in gl.static_range(3):
+        other = gl.gather(behind, gl.minimum(t2 + (1 << e), TP - 1), axis=0)
+        behind = gl.where(t2 + (1 << e) < TP, behind + other, behind)
+    old_k = old_k * gl.rsqrt(old_sum + 1e-6)[:, None] * _exp2(behind)
+    whole = _exp2(gl.gather(behind, t2 * 0, axis=0) + old_g)
+    to_keys.store(old_k)
+    to_whole.store(whole)
 
-        # The inverse by forward substitution, and the scores times the inverse: row j is final when step j uses it.
-        m_beta = gl.where(m_t < length, _sigmoid(r_beta), 0.0)
-        inverse = gl.where(m_t[:, None] == m_c[None, :], 1.0, gl.zeros([TP, TP], gl.float32, M))
-        product = gl.zeros([TP, TP], gl.float32, M)
-        keys = (a1, a1, a2, a3, a4, a5, a6, a7)
-        asks = (p0, p1, p2, p3, p4, p5, p6, p7)
-        m_row = m_t[:, None] + gl.zeros([TP, TP], gl.int32, M)
-        for j in gl.static_range(TP):
-            below = gl.zeros([TP], gl.float32, MR)
-            score = gl.where(m_t == j, gl.convert_layout(asks[0], MR), below)
-            for distance in gl.static_range(1, TP - j):
-                here = m_t == j + distance
-                below = gl.where(here, gl.convert_layout(keys[distance], MR), below)
-                score = gl.where(here, gl.convert_layout(asks[distance], MR), score)
-            row = gl.gather(inverse, m_row * 0 + j, axis=0)
-            inverse -= (m_beta * below)[:, None] * row
-            product += score[:, None] * row
-        scale = gl.where(m_c < length, _sigmoid(c_beta), 0.0)[None, :]
-        z = triangle + pid.to(gl.int64) * 4 * TP * TP + m_t[:, None] * 2 * TP + m_c[None, :]
-        gl.store(z, inverse * scale)
-        gl.store(z + 2 * TP * TP, product * scale)
+    # The inverse by forward substitution, and the scores times the inverse: row j is final when step j uses it.
+    m_beta = gl.where(m_t < length, _sigmoid(r_beta), 0.0)
+    inverse = gl.where(m_t[:, None] == m_c[None, :], 1.0, gl.zeros([TP, TP], gl.float32, M))
+    product = gl.zeros([TP, TP], gl.float32, M)
+    keys = (a1, a1, a2, a3, a4, a5, a6, a7)
+    asks = (p0, p1, p2, p3, p4, p5, p6, p7)
+    m_row = m_t[:, None] + gl.zeros([TP, TP], gl.int32, M)
+    for j in gl.static_range(TP):
+        below = gl.zeros([TP], gl.float32, MR)
+        score = gl.where(m_t == j, gl.convert_layout(asks[0], MR), below)
+        for distance in gl.static_range(1, TP - j):
+            here = m_t == j + distance
+            below = gl.where(here, gl.convert_layout(keys[distance], MR), below)
+            score = gl.where(here, gl.convert_layout(asks[distance], MR), score)
+        row = gl.gather(inverse, m_row * 0 + j, axis=0)
+        inverse -= (m_beta * below)[:, None] * row
+        product += score[:, None] * row
+    scale = gl.where(m_c < length, _sigmoid(c_beta), 0.0)[None, :]
+    to_triangle.slice(0, TP).slice(0, TP, dim=1).store(inverse * scale)
+    to_triangle.slice(TP, TP).slice(0, TP, dim=1).store(product * scale)

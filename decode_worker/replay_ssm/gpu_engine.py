@@ -15,7 +15,7 @@ Everything that depends on accepted counts is computed on the device, without a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class EngineRecords:
         config: gpu_path.KernelConfig | None = None,
     ) -> None:
         """``window`` is T, the most tokens of a window; two record rows a request say how many requests there are;
-        ``config`` None lets ``gpu_path.choose`` cut the kernels.
+        ``config`` None is what ``gpu_path.choose`` says, without programmatic dependent launch: among an engine's other
+        kernels there is nothing to gain from it.
 
         Raise ``ValueError`` for layers that differ, or a window that the kernels or the caches do not take.
         """
@@ -90,12 +91,14 @@ class EngineRecords:
         self.layers = dict(layers)
         everyone = list(layers.values())
         self.window = window
-        self.config = config
+        self.config = config or replace(gpu_path.choose(window), overlap=False)
         self.max_requests = first.records.u.shape[0] // 2
         device = first.state.device
-        self.workspace = gpu_path.Workspace(
-            self.max_requests, heads, window, dtype=first.records.key_gate.dtype, device=device
-        )
+        self.workspace = None
+        if self.config.kernel == "portable":
+            self.workspace = gpu_path.Workspace(
+                self.max_requests, heads, window, dtype=first.records.key_gate.dtype, device=device
+            )
 
         def zeros(size: int = self.max_requests) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -108,6 +111,7 @@ class EngineRecords:
         self._step_pending, self._write_at, self._conv_first = zeros(), zeros(), zeros()
         self._cu = zeros(self.max_requests + 1)
         self._flush_all = False
+        self._views: dict[int, WindowPlan] = {}
 
         def table(tensors: Sequence[Tensor]) -> Tensor:
             return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
@@ -157,18 +161,20 @@ class EngineRecords:
         return self.rows(windows)
 
     def rows(self, windows: int) -> WindowPlan:
-        """The plan's first ``windows`` rows; what a layer's launch takes."""
-        return WindowPlan(
-            self._cu[: windows + 1],
-            self._slots[:windows],
-            self._read_rows[:windows],
-            self._write_rows[:windows],
-            self._step_pending[:windows],
-            self._write_at[:windows],
-            self._conv_first[:windows],
-            1,
-            self.window,
-        )
+        """The plan's first ``windows`` rows; what a layer's launch takes. Views of buffers that stay where they are."""
+        if windows not in self._views:
+            self._views[windows] = WindowPlan(
+                self._cu[: windows + 1],
+                self._slots[:windows],
+                self._read_rows[:windows],
+                self._write_rows[:windows],
+                self._step_pending[:windows],
+                self._write_at[:windows],
+                self._conv_first[:windows],
+                1,
+                self.window,
+            )
+        return self._views[windows]
 
     def advance(
         self, name: str, x: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor, windows: int

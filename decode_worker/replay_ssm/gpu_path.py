@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fold-at-start and the ring on a Hopper GPU: checks the arguments and launches the kernels.
 
-A step of a layer is two launches whatever the batch: the preparation of the windows, which touches no state, and the
-pass over the state. Between them the windows' vectors lie in a ``Workspace`` that all layers share, small enough to
-stay in the L2 cache. ``choose`` picks the cut of the kernels; the reasons are measurements, in docs/replay_ssm.md.
+Fold-at-start is one launch a step and layer. The ring has portable kernels: two launches, the preparation of the
+windows, which touches no state, and the pass over the state; between them the windows' vectors lie in a ``Workspace``
+that all layers share. The reasons for the cut are measurements, in docs/replay_ssm.md.
 
 Triton is imported when a kernel is first launched, so a CPU installation works without it.
 """
@@ -29,41 +29,27 @@ HEAD_DIM = 128
 class KernelConfig:
     """How the kernels are cut."""
 
-    prepare: Literal["gluon", "triton"] = "gluon"
-    """Gluon takes up to 8 records a row (fold at start); Triton any number (the ring)."""
-    prepare_warps: int = 4
-    prepare_registers: int | None = 128
-    """Upper bound of registers a thread, or None for the compiler's choice."""
-    advance: Literal["gluon", "stream", "triton"] = "gluon"
-    """"gluon": a program a tile; "stream": persistent programs that read ahead; "triton": portable."""
-    value_tile: int = 16
-    """Rows of V a program works on at once."""
-    warps: int = 1
-    group: int = 4
-    """Records that "gluon" folds between two looks at the count."""
+    kernel: Literal["fused", "portable"] = "fused"
+    """"fused": Gluon, one launch, at most 8 records a row; "portable": Triton, any number (the ring)."""
+    warps: int = 8
+    """Warps a program; "fused" has 16 rows of V in the registers of each at a time."""
+    registers: int | None = 128
+    """Upper bound of registers a thread, or None for the compiler's choice. 128 lets two programs of 8 warps fit."""
+    value_tile: int = 32
+    """"portable": rows of V a program works on."""
     dot: Literal["tf32x3", "ieee"] = "tf32x3"
-    """Precision of the products of "triton"."""
-    programs: int | None = None
-    """Programs of "stream"; None for two a multiprocessor, which is what fits."""
+    """"portable": precision of the products."""
     first_out: bool = True
-    """Mark what nobody reads again soon to leave the L2 cache first, so that the workspace stays in it."""
-    registers: int | None = None
+    """"fused": mark what nobody reads again soon to leave the L2 cache first."""
     overlap: bool = True
-    """Programmatic dependent launch: the pass over the state starts reading while the preparation runs."""
+    """Programmatic dependent launch: a kernel's programs are placed while those of the one before it end."""
 
 
-def choose(heads: int, batch: int, capacity: int) -> KernelConfig:
-    """The cut for ``batch`` requests of ``heads`` heads whose record rows hold ``capacity`` records."""
+def choose(capacity: int) -> KernelConfig:
+    """The cut for record rows that hold ``capacity`` records. One serves every number of heads and requests."""
     if capacity > TILE:
-        return KernelConfig(
-            prepare="triton", prepare_registers=None, advance="triton", value_tile=32, warps=2
-        )
-    # With few heads, one-warp programs spread over more multiprocessors; with very few, reading ahead wins again. The
-    # preparation of a large batch wants more programs at once, that of a small one the compiler's schedule.
-    if 32 < heads * batch <= 192:
-        return KernelConfig(prepare_registers=None)
-    registers = None if heads * batch <= 1024 else 128
-    return KernelConfig(prepare_registers=registers, advance="stream", value_tile=64, warps=4)
+        return KernelConfig(kernel="portable", warps=2, registers=None)
+    return KernelConfig()
 
 
 class Workspace:
@@ -94,7 +80,14 @@ class Workspace:
 
 
 def _check(
-    x: Tensor, conv_weight: Tensor, conv_cache: Tensor, state: Tensor, plan: WindowPlan, workspace: Workspace
+    x: Tensor,
+    conv_weight: Tensor,
+    conv_cache: Tensor,
+    state: Tensor,
+    records: WindowRecords,
+    plan: WindowPlan,
+    workspace: Workspace | None,
+    config: KernelConfig,
 ) -> None:
     value_dim, key_dim = state.shape[2:]
     if key_dim != HEAD_DIM or value_dim != HEAD_DIM:
@@ -108,7 +101,14 @@ def _check(
             f"window={plan.window}: the GPU kernels take at most {TILE} positions; "
             f"set num_speculative_tokens below {TILE}"
         )
-    if plan.slots.shape[0] > workspace.max_requests:
+    if config.kernel == "fused":
+        if records.u.shape[2] > TILE:
+            raise ValueError(
+                f"records hold {records.u.shape[2]} a row: the fused kernel takes {TILE}; use kernel='portable'"
+            )
+    elif workspace is None:
+        raise ValueError("workspace: the portable kernels need one")
+    elif plan.slots.shape[0] > workspace.max_requests:
         raise ValueError(
             f"{plan.slots.shape[0]} requests: the workspace was made for {workspace.max_requests}; raise max_requests"
         )
@@ -137,35 +137,65 @@ def advance_window(
     records: WindowRecords,
     plan: WindowPlan,
     out: Tensor,
-    workspace: Workspace,
+    workspace: Workspace | None = None,
     config: KernelConfig | None = None,
 ) -> None:
     """As ``torch_path.advance_window``, for bf16 (or fp32) inputs on a GPU.
 
-    ``conv_weight`` [C, 4] must be stored tap by tap. Raise ``ValueError`` for shapes that the kernels do not take.
-    Rows of ``out`` that belong to no window (CUDA graph padding) are left alone.
+    ``conv_weight`` [C, 4] must be stored tap by tap; ``workspace`` is for the portable kernels. Rows of ``out``
+    that belong to no window (CUDA graph padding) are left alone. Raise ``ValueError`` for shapes that the kernels do
+    not take.
     """
-    _check(x, conv_weight, conv_cache, state, plan, workspace)
-    if config is None:
-        config = choose(state.shape[1], plan.slots.shape[0], records.u.shape[2])
-    launch_prepare(
-        x,
-        conv_weight,
-        conv_cache,
-        raw_g,
-        raw_beta,
-        a_log=a_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        records=records,
-        plan=plan,
-        workspace=workspace,
-        config=config,
-    )
-    launch_advance(state, records, plan, workspace, out, config)
+    config = config or choose(records.u.shape[2])
+    _check(x, conv_weight, conv_cache, state, records, plan, workspace, config)
+    inputs = (x, conv_weight, conv_cache, raw_g, raw_beta)
+    gate: dict[str, Any] = {"a_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    if workspace is None or config.kernel == "fused":
+        _launch_fused(*inputs, **gate, state=state, records=records, plan=plan, out=out, config=config)
+        return
+    _launch_prepare(*inputs, **gate, records=records, plan=plan, workspace=workspace, config=config)
+    _launch_advance(state, records, plan, workspace, out, config)
 
 
-def launch_prepare(
+def _launch_fused(
+    x: Tensor,
+    conv_weight: Tensor,
+    conv_cache: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    *,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    state: Tensor,
+    records: WindowRecords,
+    plan: WindowPlan,
+    out: Tensor,
+    config: KernelConfig,
+) -> None:
+    """The whole step in one launch, a program a (request, head)."""
+    from decode_worker.replay_ssm import gluon_kernels
+
+    heads = state.shape[1]
+    options: dict[str, Any] = {"num_warps": config.warps, "NW": config.warps, "PDL": config.overlap}
+    if config.overlap:
+        options["launch_pdl"] = True
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    gluon_kernels.advance_window[(plan.slots.shape[0] * heads,)](
+        x, conv_weight, conv_cache, raw_g, raw_beta, a_log, dt_bias,
+        records.key_gate, plan.cu_seqlens, plan.slots, plan.read_rows, plan.write_rows, plan.pending, plan.write_at,
+        plan.conv_first, state, records.u, out, 0.0 if lower_bound is None else lower_bound, plan.flush_at,
+        x.stride(0), conv_weight.stride(1), conv_cache.stride(0), conv_cache.stride(2), conv_cache.stride(1),
+        raw_g.stride(-3), raw_beta.stride(-2), records.key_gate.stride(0), records.key_gate.stride(1),
+        state.stride(0), records.u.stride(0), records.u.stride(1), out.stride(-3), heads,
+        K=HEAD_DIM, V=HEAD_DIM, BV=16 * config.warps, TP=TILE, WIDTH=conv_weight.shape[1],
+        DROP=conv_weight.shape[1] - 1 + plan.window - conv_cache.shape[2],
+        BOUNDED=lower_bound is not None, POLICY="evict_first" if config.first_out else "", **options,
+    )  # fmt: skip
+
+
+def _launch_prepare(
     x: Tensor,
     conv_weight: Tensor,
     conv_cache: Tensor,
@@ -194,34 +224,7 @@ def launch_prepare(
         conv_cache.stride(0), conv_cache.stride(2), conv_cache.stride(1), raw_g.stride(-3), raw_beta.stride(-2),
         records.key_gate.stride(0), records.key_gate.stride(1), heads,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "K": HEAD_DIM,
-        "V": HEAD_DIM,
-        "TP": TILE,
-        "WIDTH": width,
-        "DROP": width - 1 + plan.window - conv_cache.shape[2],
-        "BOUNDED": lower_bound is not None,
-        "PDL": config.overlap,
-        "num_warps": config.prepare_warps,
-    }
-    if config.overlap:
-        options["launch_pdl"] = True
-    if config.prepare_registers is not None:
-        options["maxnreg"] = config.prepare_registers
-    policy = "evict_first" if config.first_out else ""
-    if config.prepare == "gluon":
-        from decode_worker.replay_ssm import gluon_prepare
-
-        gluon_prepare.prepare_window[grid](
-            *tensors,
-            x.stride(0),
-            conv_weight.stride(1),
-            *strides,
-            NW=config.prepare_warps,
-            POLICY=policy,
-            **options,
-        )
-        return
+    options: dict[str, Any] = {"launch_pdl": True} if config.overlap else {}
     from decode_worker.replay_ssm import triton_kernels
 
     triton_kernels.prepare_window[grid](
@@ -230,12 +233,20 @@ def launch_prepare(
         conv_weight.stride(0),
         conv_weight.stride(1),
         *strides,
+        K=HEAD_DIM,
+        V=HEAD_DIM,
+        TP=TILE,
         RP=workspace.records,
+        WIDTH=width,
+        DROP=width - 1 + plan.window - conv_cache.shape[2],
+        BOUNDED=lower_bound is not None,
+        PDL=config.overlap,
+        num_warps=4,
         **options,
     )
 
 
-def launch_advance(
+def _launch_advance(
     state: Tensor,
     records: WindowRecords,
     plan: WindowPlan,
@@ -264,24 +275,9 @@ def launch_advance(
         options["launch_pdl"] = True
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    policy = "evict_first" if config.first_out else ""
-    if config.advance == "stream":
-        from decode_worker.replay_ssm import gluon_stream
+    from decode_worker.replay_ssm import triton_kernels
 
-        limit = config.programs
-        if limit is None:
-            limit = 2 * torch.cuda.get_device_properties(state.device).multi_processor_count
-        gluon_stream.advance_stream[(min(tiles, limit),)](
-            *arguments, tiles, NW=config.warps, POLICY=policy, **options
-        )
-    elif config.advance == "gluon":
-        from decode_worker.replay_ssm import gluon_kernels
-
-        gluon_kernels.advance_state[(tiles,)](*arguments, GROUP=config.group, NW=config.warps, **options)
-    else:
-        from decode_worker.replay_ssm import triton_kernels
-
-        triton_kernels.advance_state[(tiles,)](*arguments, DOT=config.dot, **options)
+    triton_kernels.advance_state[(tiles,)](*arguments, DOT=config.dot, **options)
 
 
 def flush_pending(

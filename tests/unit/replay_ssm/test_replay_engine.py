@@ -27,9 +27,7 @@ runs = pytest.mark.skipif(not (GPU or INTERPRETED), reason="no GPU, and TRITON_I
 
 DIM, BLOCK, WINDOW = 128, 12, 4
 DEVICE = "cuda" if GPU else "cpu"
-PORTABLE = KernelConfig(
-    prepare="triton", prepare_registers=None, advance="triton", value_tile=32, warps=2, overlap=False
-)
+PORTABLE = KernelConfig(kernel="portable", warps=2, registers=None, overlap=False)
 
 
 @dataclass

@@ -21,13 +21,12 @@ GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not GPU
 pytestmark = pytest.mark.skipif(not (GPU or INTERPRETED), reason="no GPU, and TRITON_INTERPRET is not 1")
 
-PORTABLE = KernelConfig(prepare="triton", prepare_registers=None, advance="triton", value_tile=32, warps=2)
+PORTABLE = KernelConfig(kernel="portable", warps=2, registers=None)
 VARIANTS = {
     "portable": PORTABLE,
-    "one-warp": KernelConfig(),
-    "two-tiles": KernelConfig(value_tile=64, warps=2, prepare_warps=8, prepare_registers=None),
-    "stream-64": KernelConfig(advance="stream", value_tile=64, warps=4, programs=5),
-    "stream-128": KernelConfig(advance="stream", value_tile=128, warps=8, programs=3, overlap=False),
+    "fused": KernelConfig(),
+    "fused-alone": KernelConfig(overlap=False, first_out=False),
+    "fused-4": KernelConfig(warps=4, registers=None),
 }
 CONFIGS = ["portable"] if INTERPRETED else list(VARIANTS)
 
