@@ -102,7 +102,7 @@ async def learn(generate: Callable[[AsyncIterator[Any]], AsyncIterator[str]], us
 
     `generate` gives vLLM's generator of events for an iterator of RequestOutput.
     """
-    events = [event async for event in generate(_outputs())]
+    events = [event async for event in generate(made_up())]
     if not events or events.pop() != "data: [DONE]\n\n":
         raise FormChanged("vLLM's stream does not end with [DONE]")
     bodies = [event.removeprefix("data: ").removesuffix("\n\n") for event in events]
@@ -119,7 +119,8 @@ async def learn(generate: Callable[[AsyncIterator[Any]], AsyncIterator[str]], us
     return Form(head, middle, last, counts)
 
 
-async def _outputs() -> AsyncIterator[Any]:
+async def made_up() -> AsyncIterator[Any]:
+    """Two outputs with the marks, the second one the last."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
     for finish, stop in ((None, None), (FINISH, STOP)):

@@ -3,9 +3,12 @@
 
 Happy path: a body that holds none but well-known fields ─▶ vLLM's own handler validates it, renders, tokenizes and
 makes the sampling parameters ─▶ where it would start its generator of outputs, the request goes to the dispatcher with
-a LeanStream as its sink ─▶ the stream's events, in vLLM's form. A plain request that is not streamed takes vLLM's
-handler whole. What is left out: FastAPI's routing and middleware, AsyncLLM's queues and tasks, a pydantic object a
-token.
+a LeanStream as its sink ─▶ the stream's events, in vLLM's form. What is left out: FastAPI's routing and middleware,
+AsyncLLM's queues and tasks, a pydantic object a token.
+
+Requests that differ in a short prompt alone need the handler once (shapes.py): the next ones are rendered and
+dispatched without it, streamed or not. A plain request that is not streamed and whose shape is not known takes the
+handler whole.
 
 Anything else, and anything that goes wrong before the first output: vLLM's application gets the same body, and says
 what it has to say.
@@ -23,16 +26,25 @@ import functools
 import inspect
 import json
 import logging
+import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from router.faces.chunks import ID, MODEL, Form, learn
-from router.faces.lean_stream import LeanStream
+from router.faces import forms
+from router.faces.chunks import Form, learn
+from router.faces.lean_stream import FAILED, LeanStream
+from router.faces.shapes import Shape, Shapes
+from router.faces.whole import WholeForm, learn_whole
+from router.http_protocol import PUSH
 
 if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
     from router.faces.switch import Switch
 
 log = logging.getLogger(__name__)
@@ -73,6 +85,9 @@ _OTHER_HEADERS = frozenset({b"origin", b"endpoint-load-metrics-format"})
 """Headers that vLLM's application answers with headers."""
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 _JSON = b"application/json"
+_NAMES = {CHAT: ("chatcmpl-", ""), COMPLETION: ("cmpl-", "-0")}
+"""What vLLM puts before a request's id for the response's, and behind that for the engine's."""
+_REQUEST_ID = b"x-request-id"
 
 _lean: ContextVar[_Lean | None] = ContextVar("lean", default=None)
 
@@ -80,13 +95,45 @@ _lean: ContextVar[_Lean | None] = ContextVar("lean", default=None)
 class _Lean:
     """A lean request on its way through vLLM's handler; what the replaced names leave there for each other."""
 
-    __slots__ = ("form", "model", "response_id", "stream", "usage")
+    __slots__ = (
+        "arguments",
+        "core",
+        "external_id",
+        "form",
+        "model",
+        "push",
+        "response_id",
+        "stream",
+        "usage",
+        "whole",
+    )
 
-    def __init__(self, usage: bool) -> None:
-        self.usage = usage
+    def __init__(self, usage: bool, push: Callable[[bytes], bool] | None) -> None:
+        self.usage, self.push = usage, push
         self.stream: LeanStream | None = None
         self.form: Form | None = None
         self.response_id = self.model = ""
+        self.core: EngineCoreRequest | None = None
+        """What vLLM has made of it."""
+        self.external_id = ""
+        """vLLM's name for it."""
+        self.whole = False
+        """It is not streamed, and vLLM's handler answers it."""
+        self.arguments: tuple[Any, ...] = ()
+        """What its prompt was rendered with; empty: otherwise than expected."""
+
+
+@dataclass(frozen=True)
+class _Handler:
+    """vLLM's handler of one path, and the forms of its answers."""
+
+    model: Any
+    """The pydantic model of its requests."""
+    create: Callable[..., Any]
+    forms: dict[bool, Form]
+    """By whether the usage is asked for."""
+    whole: WholeForm
+    model_name: str
 
 
 class LeanApp:
@@ -97,8 +144,9 @@ class LeanApp:
         self._app = app
         self._llm = llm
         self._switch = switch
-        self._handlers: dict[str, Any] = {}
+        self._handlers: dict[str, _Handler] = {}
         self._tasks: Any = None
+        self._shapes = Shapes(llm.renderer, llm.model_config.max_model_len)
 
     async def prepare(self) -> None:
         """Take vLLM's handlers and learn the form of their events. Raises FormChanged."""
@@ -106,19 +154,42 @@ class LeanApp:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         self._tasks = await self._llm.get_supported_tasks()
+        self._note_arguments("render_chat_async")
+        self._note_arguments("render_cmpl_async")
         chat, completion = self._app.state.openai_serving_chat, self._app.state.openai_serving_completion
         if chat is not None and chat.parser_cls is None:  # tools and reasoning take the whole way
-            forms = {usage: await learn(_chat_events(chat, usage), usage) for usage in (False, True)}
-            self._replace(chat, "chat_completion_stream_generator", forms)
-            self._handlers[CHAT] = (ChatCompletionRequest, chat.create_chat_completion)
+            events = {usage: await learn(forms.chat_events(chat, usage), usage) for usage in (False, True)}
+            whole = await learn_whole(forms.chat_whole(chat))
+            self._replace(chat, "chat_completion_stream_generator", events)
+            self._handlers[CHAT] = _Handler(
+                ChatCompletionRequest, chat.create_chat_completion, events, whole, chat.models.model_name()
+            )
         if completion is not None:
-            forms = {
-                usage: await learn(_completion_events(completion, usage), usage) for usage in (False, True)
+            events = {
+                usage: await learn(forms.completion_events(completion, usage), usage)
+                for usage in (False, True)
             }
-            self._replace(completion, "completion_stream_generator", forms)
-            self._handlers[COMPLETION] = (CompletionRequest, completion.create_completion)
+            whole = await learn_whole(forms.completion_whole(completion))
+            self._replace(completion, "completion_stream_generator", events)
+            self._handlers[COMPLETION] = _Handler(
+                CompletionRequest, completion.create_completion, events, whole, completion.models.model_name()
+            )
 
-    def _replace(self, handler: Any, name: str, forms: dict[bool, Form]) -> None:
+    def _note_arguments(self, name: str) -> None:
+        """Have the renderer's function `name` leave with a lean request what it was called with."""
+        renderer = self._llm.renderer
+        original = getattr(renderer, name)
+
+        def noting(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+            lean = _lean.get()
+            if lean is not None:
+                alike = len(prompts) == 1 and not any(kwargs.values())  # extras of one request alone
+                lean.arguments = args if alike else ()
+            return original(prompts, *args, **kwargs)
+
+        setattr(renderer, name, noting)
+
+    def _replace(self, handler: Any, name: str, events: dict[bool, Form]) -> None:
         original = getattr(handler, name)
         parameters = list(inspect.signature(original).parameters)
 
@@ -128,13 +199,13 @@ class LeanApp:
                 return original(*args, **kwargs)
             names = dict(zip(parameters, args, strict=False)) | kwargs
             lean.form, lean.response_id, lean.model = (
-                forms[lean.usage],
+                events[lean.usage],
                 names["request_id"],
                 names["model_name"],
             )
             return None
 
-        handler.engine_client = _Client(handler.engine_client, self._begin)
+        handler.engine_client = _Client(handler.engine_client, self._core, self._begin)
         setattr(handler, name, generator)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,35 +215,77 @@ class LeanApp:
         message = await receive()
         body = message.get("body", b"")
         document = None if message.get("more_body") else plain(scope, body)
-        if document is None or not await self._serve(scope, document, receive, send):
+        if document is None or not await self._serve(scope, document, len(body), receive, send):
             await self._app(scope, again(message, receive), send)
 
-    async def _serve(self, scope: Scope, document: dict[str, Any], receive: Receive, send: Send) -> bool:
+    async def _serve(
+        self, scope: Scope, document: dict[str, Any], nbytes: int, receive: Receive, send: Send
+    ) -> bool:
         """Answer; False when vLLM's application shall, nothing has been sent then."""
         from starlette.requests import Request
 
-        model, create = self._handlers[scope["path"]]
+        handler = self._handlers[scope["path"]]
+        options = document.get("stream_options")
+        usage = bool(options and options.get("include_usage"))
+        key = self._shapes.key(scope, document, nbytes)
+        if key and (shape := self._shapes.find(key)) is not None:
+            tokens = self._shapes.render(document, shape.arguments, shape.room)
+            if tokens is not None:
+                return await self._known(handler, shape, tokens, usage, scope, receive, send)
         try:
-            request = model.model_validate(document)
+            request = handler.model.model_validate(document)
         except Exception:  # it will be refused, with the words that vLLM has for it
             return False
-        options = document.get("stream_options")
         scope["app"] = self._app
         raw = Request(scope, receive)
+        lean = _Lean(usage, scope.get(PUSH))
         if not request.stream:
-            return await self._whole(create, request, raw, receive, send)
-        lean = _Lean(bool(options and options.get("include_usage")))
+            return await self._whole(handler.create, request, raw, receive, send, lean, key, document)
         token = _lean.set(lean)
         try:
-            await create(request, raw)
+            await handler.create(request, raw)
         except Exception:
             return self._undo(lean)
         finally:
             _lean.reset(token)
         if lean.stream is None or lean.form is None:  # an ErrorResponse, most likely
             return self._undo(lean)
+        self._note(key, document, scope, lean)
         await self._stream(lean.stream, lean.form, lean.response_id, lean.model, receive, send)
         return True
+
+    async def _known(
+        self,
+        handler: _Handler,
+        shape: Shape,
+        tokens: list[int],
+        usage: bool,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> bool:
+        """A request of a shape that is known; False as in `_serve`."""
+        before, behind = _NAMES[scope["path"]]
+        response_id = before + (_request_id(scope) or uuid.uuid4().hex)
+        request = shape.ask(tokens, response_id + behind)
+        push = scope.get(PUSH) if shape.streamed else None
+        stream = LeanStream(request, self._llm.renderer.tokenizer, self._stopped, push)
+        try:
+            self._switch.add(request, stream)
+        except Exception:  # too many requests: vLLM has words for it
+            return False
+        if shape.streamed:
+            await self._stream(stream, handler.forms[usage], response_id, handler.model_name, receive, send)
+        else:
+            await self._answer(stream, handler, response_id, scope, receive, send)
+        return True
+
+    def _note(self, key: str, document: dict[str, Any], scope: Scope, lean: _Lean) -> None:
+        """Note a request's shape, when it has one and went through vLLM's handler as expected."""
+        before, behind = _NAMES[scope["path"]]
+        named = lean.external_id == f"{before}{_request_id(scope)}{behind}"
+        if key and lean.core is not None and lean.arguments and named:
+            self._shapes.note(key, document, lean.core, lean.arguments)
 
     def _undo(self, lean: _Lean) -> bool:
         if lean.stream is not None:
@@ -192,11 +305,54 @@ class LeanApp:
             if not stream.ended:
                 self._switch.abort([stream.request.request_id])
 
-    async def _whole(self, create: Any, request: Any, raw: Any, receive: Receive, send: Send) -> bool:
+    async def _answer(
+        self,
+        stream: LeanStream,
+        handler: _Handler,
+        response_id: str,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """The answer that is not streamed."""
+        from starlette.requests import Request
+        from vllm.exceptions import GenerationError
+
+        leaving = asyncio.ensure_future(receive())
+        leaving.add_done_callback(functools.partial(_left, stream))
+        created = int(time.time())
+        try:
+            await stream.end()
+        finally:
+            leaving.cancel()
+            if not stream.ended:
+                self._switch.abort([stream.request.request_id])
+        if not stream.ended:
+            return
+        if stream.failed:
+            scope["app"] = self._app
+            await self._excuse(GenerationError(FAILED), Request(scope, receive), receive, send)
+            return
+        await _json(send, 200, stream.whole(handler.whole, response_id, handler.model_name, created))
+
+    async def _whole(
+        self,
+        create: Any,
+        request: Any,
+        raw: Any,
+        receive: Receive,
+        send: Send,
+        lean: _Lean,
+        key: str,
+        document: dict[str, Any],
+    ) -> bool:
         """A request that is not streamed: vLLM's handler, whole; it ends when the client leaves."""
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
+        lean.whole = True
+        token = _lean.set(lean)
         answering = asyncio.ensure_future(create(request, raw))
+        _lean.reset(token)
         leaving = asyncio.ensure_future(receive())
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -213,11 +369,11 @@ class LeanApp:
             await self._excuse(failed, raw, receive, send)
             return True
         result = answering.result()
-        status = result.error.code if isinstance(result, ErrorResponse) else 200
-        data = result.model_dump_json().encode()
-        headers = [(b"content-length", str(len(data)).encode()), (b"content-type", _JSON)]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": data})
+        if isinstance(result, ErrorResponse):
+            await _json(send, result.error.code, result.model_dump_json().encode())
+            return True
+        self._note(key, document, raw.scope, lean)
+        await _json(send, 200, result.model_dump_json().encode())
         return True
 
     async def _excuse(self, error: BaseException, raw: Any, receive: Receive, send: Send) -> None:
@@ -231,10 +387,8 @@ class LeanApp:
             answer = await answer
         await answer(raw.scope, receive, send)
 
-    def _begin(self, prompt: Any, params: Any, request_id: str, **options: Any) -> None:
-        """Where vLLM's handler would start its generator of outputs: dispatch. Raises what vLLM raises there."""
-        lean = _lean.get()
-        assert lean is not None
+    def _core(self, lean: _Lean, prompt: Any, params: Any, request_id: str, **options: Any) -> None:
+        """Where vLLM's handler would start its generator of outputs: make the engine-core request."""
         reasoning = {name: options.pop(name, None) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
         request = self._llm.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self._tasks, **options
@@ -243,8 +397,13 @@ class LeanApp:
             if value is not None:
                 setattr(request, name, value)
         self._llm.input_processor.assign_request_id(request)
-        stream = LeanStream(request, self._llm.renderer.tokenizer, self._stopped)
-        self._switch.add(request, stream)
+        lean.core, lean.external_id = request, request_id
+
+    def _begin(self, lean: _Lean) -> None:
+        """Dispatch it. Raises what vLLM raises there."""
+        assert lean.core is not None
+        stream = LeanStream(lean.core, self._llm.renderer.tokenizer, self._stopped, lean.push)
+        self._switch.add(lean.core, stream)
         lean.stream = stream
 
     def _stopped(self, request_id: str) -> None:
@@ -254,17 +413,23 @@ class LeanApp:
 class _Client:
     """vLLM's AsyncLLM, but that a lean request begins elsewhere."""
 
-    def __init__(self, client: Any, begin: Callable[..., None]) -> None:
+    def __init__(self, client: Any, core: Callable[..., None], begin: Callable[[_Lean], None]) -> None:
         self._client = client
-        self._begin = begin
+        self._core, self._begin = core, begin
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        if _lean.get() is None:
+        lean = _lean.get()
+        if lean is None:
             return self._client.generate(*args, **kwargs)
-        self._begin(*args, **kwargs)
+        if lean.whole:
+            with contextlib.suppress(Exception):  # the client says it, where its outputs are asked for
+                self._core(lean, *args, **kwargs)
+            return self._client.generate(*args, **kwargs)
+        self._core(lean, *args, **kwargs)
+        self._begin(lean)
         return _nothing()
 
 
@@ -309,6 +474,17 @@ def _one_prompt(prompt: Any) -> bool:
     )
 
 
+def _request_id(scope: Scope) -> str:
+    """The id that the response's is made from; empty: one is made up for it."""
+    return next((value.decode() for name, value in scope["headers"] if name == _REQUEST_ID), "")
+
+
+async def _json(send: Send, status: int, data: bytes) -> None:
+    headers = [(b"content-length", str(len(data)).encode()), (b"content-type", _JSON)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})
+
+
 def _left(stream: LeanStream, receiving: asyncio.Future[Message]) -> None:
     if not receiving.cancelled() and (
         receiving.exception() is not None or receiving.result()["type"] == "http.disconnect"
@@ -324,57 +500,3 @@ def again(first: Message, receive: Receive) -> Receive:
         return pending.pop() if pending else await receive()
 
     return replay
-
-
-def _chat_events(handler: Any, usage: bool) -> Callable[[AsyncIterator[Any]], AsyncIterator[str]]:
-    from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    request = ChatCompletionRequest.model_validate(
-        {"messages": [{"role": "user", "content": ""}], "stream": True, **_options(usage)}
-    )
-
-    def generate(outputs: AsyncIterator[Any]) -> AsyncIterator[str]:
-        return handler.chat_completion_stream_generator(
-            request,
-            outputs,
-            ID,
-            MODEL,
-            [],
-            handler.renderer.tokenizer,
-            RequestResponseMetadata(request_id=ID),
-        )
-
-    return generate
-
-
-def _completion_events(handler: Any, usage: bool) -> Callable[[AsyncIterator[Any]], AsyncIterator[str]]:
-    from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    request = CompletionRequest.model_validate(
-        {"prompt": "x", "stream": True, "max_tokens": 2, **_options(usage)}
-    )
-
-    async def numbered(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for output in outputs:
-            yield 0, output
-
-    def generate(outputs: AsyncIterator[Any]) -> AsyncIterator[str]:
-        return handler.completion_stream_generator(
-            request,
-            [{"type": "token", "prompt_token_ids": [3], "prompt": ""}],
-            numbered(outputs),
-            ID,
-            1,
-            MODEL,
-            num_prompts=1,
-            tokenizer=handler.renderer.tokenizer,
-            request_metadata=RequestResponseMetadata(request_id=ID),
-        )
-
-    return generate
-
-
-def _options(usage: bool) -> dict[str, Any]:
-    return {"stream_options": {"include_usage": True}} if usage else {}

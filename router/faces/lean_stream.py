@@ -4,6 +4,9 @@
 Text, stop strings and the tokens that count come from vLLM's own incremental detokenizer; the events' form from
 chunks.py. Outputs that come while the client is not reading share an event, as in vLLM, so what waits for a slow
 reader is text, and no more of it than the answer has.
+
+The first and the last events are ASGI messages. Between them, while everything before has been written, `take` writes
+an event itself, through the connection's `push` where it has one (router/http_protocol.py): no task wakes for a token.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from starlette.types import Send
 
 from router.errors import error_body
 from router.faces.chunks import Filled, Form, usage_event
+from router.faces.whole import WholeForm, draft_metrics
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -33,8 +37,14 @@ FAILED = "Internal server error"
 class LeanStream:
     """A sink of the switch (`take`), and the events of what it has taken (`events`)."""
 
-    def __init__(self, request: EngineCoreRequest, tokenizer: Any, stop: Callable[[str], None]) -> None:
-        """`stop` is called with the request's id when a stop string has completed it."""
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        tokenizer: Any,
+        stop: Callable[[str], None],
+        push: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        """`stop` is called with the request's id when a stop string has completed it; `push` as in http_protocol."""
         from vllm.v1.engine import FinishReason
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -48,8 +58,14 @@ class LeanStream:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
         self._reasons = FinishReason
         self._stop = stop
+        self._push = push
+        self._filled: Filled | None = None
+        """Set once events may be pushed: the first one has been sent."""
+        self._quiet = False
+        """Set by `end`: nobody waits for anything but the end."""
         self._text = ""
         self._finish: str = ""
+        self._drafts: Any = None
         self._stop_reason: int | str | None = None
         self._cached: dict[str, int] = {"cached_tokens": 0, "created_cache_tokens": 0}
         self._waiter: asyncio.Future[None] | None = None
@@ -68,6 +84,8 @@ class LeanStream:
                     "cached_tokens": output.prefill_stats.num_cached_tokens,
                     "created_cache_tokens": output.prefill_stats.num_cache_creation_tokens,
                 }
+            if output.spec_decode_metrics is not None:
+                self._drafts = output.spec_decode_metrics
             stop = self._detokenizer.update(output.new_token_ids, reason is reasons.STOP)
             if stop:
                 if reason is None:
@@ -81,7 +99,19 @@ class LeanStream:
             reason = reasons.ERROR
         if reason is not None:
             self.ended, self._finish, self._stop_reason = True, str(reason), stop_reason
+        elif self._quiet or (self._filled is not None and (not self._text or self._pushed(self._filled))):
+            return
         self._wake()
+
+    def _pushed(self, filled: Filled) -> bool:
+        """Write the text that waits as an event, if nothing before it is still on its way."""
+        waiter, push = self._waiter, self._push
+        if push is None or waiter is None or waiter.done():
+            return False
+        if not push(filled.text(self._text).encode()):
+            return False
+        self._text = ""
+        return True
 
     def leave(self) -> None:
         """The client has gone: `events` ends."""
@@ -94,6 +124,33 @@ class LeanStream:
             waiter.set_result(None)
 
     # ---- to the client
+
+    async def end(self) -> None:
+        """Return when the last output has been taken, or the client has gone."""
+        self._quiet = True
+        while not (self.ended or self.gone):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self._finish == "error"
+
+    def whole(self, form: WholeForm, response_id: str, model: str, created: int) -> bytes:
+        """The answer that is not streamed, after `end`."""
+        return form.fill(
+            response_id=response_id,
+            model=model,
+            created=created,
+            text=self._text,
+            finish_reason=self._finish,
+            stop_reason=self._stop_reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self._detokenizer.num_output_tokens(),
+            cached=self._cached,
+            metrics="null" if self._drafts is None else draft_metrics(self._drafts),
+        )
 
     async def events(self, form: Form, response_id: str, model: str, send: Send) -> None:
         """Send the events, as bodies of an ASGI response that has begun, until the answer's end or the client's."""
@@ -117,6 +174,8 @@ class LeanStream:
                 text, self._text = self._text, ""
                 events += filled.text(text)
             await send(_body(events, more=True))
+            if not head:
+                self._filled = filled
 
     def _end(self, form: Form, filled: Filled, head: str, response_id: str, model: str, created: int) -> str:
         """The last events."""

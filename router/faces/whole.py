@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of vLLM's answers that are not streamed, learned from vLLM as chunks.py learns that of events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
+from typing import Any
+
+from router.faces.chunks import FINISH, ID, MODEL, STOP, TEXT, FormChanged, made_up
+
+_PLACES = {
+    "text": f'"{TEXT}"',
+    "id": f'"{ID}"',
+    "model": f'"{MODEL}"',
+    "stop": f'"{STOP}"',
+    "finish": f'"finish_reason":"{FINISH}"',
+    "metrics": '"metrics":null',
+}
+_CREATED = re.compile(r'"created":\d+')
+
+
+@dataclass(frozen=True)
+class WholeForm:
+    """An answer, cut where requests differ; `places` names what goes between the pieces, in order."""
+
+    pieces: tuple[str, ...]
+    places: tuple[str, ...]
+    usage: dict[str, Any]
+
+    def fill(
+        self,
+        *,
+        response_id: str,
+        model: str,
+        created: int,
+        text: str,
+        finish_reason: str,
+        stop_reason: int | str | None,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached: dict[str, int],
+        metrics: str = "null",
+    ) -> bytes:
+        """The answer's JSON. `cached`: as in `chunks.usage_event`; `metrics`: JSON of what vLLM says of drafts."""
+        usage = {
+            **self.usage,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        details = usage.get("prompt_tokens_details")
+        if details is not None:
+            usage["prompt_tokens_details"] = {
+                name: value if value is None else cached[name] for name, value in details.items()
+            }
+        values = {
+            "text": quote(text),
+            "id": quote(response_id),
+            "model": quote(model),
+            "stop": json.dumps(stop_reason, ensure_ascii=False),
+            "finish": f'"finish_reason":{quote(finish_reason)}',
+            "created": f'"created":{created}',
+            "usage": json.dumps(usage, ensure_ascii=False, separators=(",", ":")),
+            "metrics": f'"metrics":{metrics}',
+        }
+        parts = [self.pieces[0]]
+        for place, piece in zip(self.places, self.pieces[1:], strict=True):
+            parts += (values[place], piece)
+        return "".join(parts).encode()
+
+
+async def learn_whole(generate: Callable[[AsyncIterator[Any]], Awaitable[Any]]) -> WholeForm:
+    """Have one made-up output answered, and cut the answer. Raises FormChanged."""
+    outputs = [output async for output in made_up()]
+
+    async def last() -> AsyncIterator[Any]:
+        yield outputs[-1]
+
+    data: str = (await generate(last())).model_dump_json()
+    usage = json.loads(data)["usage"]
+    created = _CREATED.search(data)
+    marks = {
+        **_PLACES,
+        "usage": json.dumps(usage, ensure_ascii=False, separators=(",", ":")),
+        "created": created[0] if created else '"created":7',
+    }
+    for name, mark in marks.items():
+        if data.count(mark) != 1:
+            raise FormChanged(f"vLLM's answer has its {name} {data.count(mark)} times, not once: {data}")
+    places = sorted(marks, key=lambda name: data.index(marks[name]))
+    pieces = []
+    for name in places:
+        piece, data = data.split(marks[name], 1)
+        pieces.append(piece)
+    return WholeForm((*pieces, data), tuple(places), usage)
+
+
+def draft_metrics(counts: Any) -> str:
+    """The JSON of an answer's `metrics`, where its worker counts what drafts did for each request."""
+    from vllm.entrypoints.generate.base.protocol import PerRequestMetrics, SpeculativeDecodingMetrics
+
+    of_drafts = SpeculativeDecodingMetrics(**counts.to_dict())
+    return PerRequestMetrics(speculative_decoding=of_drafts).model_dump_json()
