@@ -126,10 +126,10 @@ def test_the_configuration_of_a_real_worker_is_read(tmp_path: Path) -> None:
     assert states == {
         "adaptive scheduling budget": "active",
         "internal KDA checkpoints": "unavailable",
-        "one prefill pass": "off",
+        "one prefill pass": "unavailable",
         "zero-copy mixed batches": "unavailable",
         "deferred MXFP4 finalization": "unavailable",
-        "ReplaySSM": "unavailable",
+        "ReplaySSM": "off",
         "hybrid state offload with pins": "active",
         "decode context parallelism (DCP)": "active",
     }
