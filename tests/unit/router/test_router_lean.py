@@ -145,12 +145,21 @@ async def test_another_end_is_refused() -> None:
 class Client:
     """Reads a stream's events."""
 
-    def __init__(self, form: Form, **params: Any) -> None:
+    def __init__(
+        self, form: Form, push: Callable[[Client, bytes], bool] | None = None, **params: Any
+    ) -> None:
         self.stopped: list[str] = []
         self.bodies: list[bytes] = []
+        self.pushed = 0
+        """Events that did not come as ASGI messages."""
         self.blocked = asyncio.Event()
         self.blocked.set()
-        self.stream = LeanStream(core_request(**params), tokenizer(), self.stopped.append)
+        self.stream = LeanStream(
+            core_request(**params),
+            tokenizer(),
+            self.stopped.append,
+            None if push is None else functools.partial(push, self),
+        )
         self.reading = asyncio.create_task(self.stream.events(form, "id", "demo", self._send))
 
     async def _send(self, message: dict[str, Any]) -> None:
@@ -257,6 +266,68 @@ async def test_a_slow_reader_gets_the_rest_at_once() -> None:
     await quick.reading
     assert quick.text.strip() == WORDS
     assert len(quick.bodies) > 3
+
+
+def take_pushed(client: Client, body: bytes) -> bool:
+    """A connection whose client reads."""
+    client.bodies.append(body)
+    client.pushed += 1
+    return True
+
+
+@pytest.mark.parametrize("head", [True, False])
+async def test_what_is_pushed_is_what_would_be_sent(head: bool) -> None:
+    """The control is the same stream over a connection without `push`."""
+    ids = tokenizer().encode(WORDS, add_special_tokens=False)
+    clients = [
+        Client(await form(head), take_pushed, max_tokens=100),
+        Client(await form(head), max_tokens=100),
+    ]
+    for client in clients:
+        for token in ids[:-1]:
+            await client.tokens([token])
+        await client.tokens(ids[-1:], FinishReason.LENGTH)
+        await client.reading
+    pushing, sending = clients
+    assert pushing.events == sending.events
+    assert pushing.text.strip() == WORDS
+    assert sending.pushed == 0
+    assert pushing.pushed >= len(ids) - 3, "all but the first and the last"
+
+
+async def test_outputs_of_one_turn_keep_their_order() -> None:
+    """Nothing is pushed past an event that still waits for the stream's task."""
+    client = Client(await form(), take_pushed, max_tokens=100)
+    ids = tokenizer().encode(WORDS, add_special_tokens=False)
+    for token in ids[:4]:
+        client.stream.take(EngineCoreOutput("r1", [token]))
+    await client.tokens(ids[4:5])
+    client.blocked.clear()
+    client.stream.take(EngineCoreOutput("r1", ids[5:6]))
+    await client.tokens(ids[6:-1])
+    client.blocked.set()
+    await client.tokens(ids[-1:], FinishReason.LENGTH)
+    await client.reading
+    assert client.text.strip() == WORDS
+
+
+async def test_a_connection_that_takes_nothing_gets_messages() -> None:
+    """A client that does not read: its text waits where the stream's task waits for it."""
+    client = Client(await form(), lambda client, body: False, max_tokens=100)
+    ids = tokenizer().encode(WORDS, add_special_tokens=False)
+    for token in ids[:-1]:
+        await client.tokens([token])
+    client.blocked.clear()
+    await client.tokens(ids[:1])
+    waiting = len(client.bodies)
+    await client.tokens(ids[:2])
+    assert len(client.bodies) == waiting
+    client.blocked.set()
+    await client.tokens(ids[-1:], FinishReason.LENGTH)
+    await client.reading
+    assert client.pushed == 0
+    assert client.events[-1] == "[DONE]"
+    assert client.text.strip().startswith(WORDS.rpartition(" ")[0])
 
 
 async def test_a_client_that_leaves_ends_the_stream() -> None:

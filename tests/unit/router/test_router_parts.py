@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from deltaserve.config import RouterConfig
 from router import main
 from router.cooldown import FIRST_SECONDS, LONGEST_SECONDS, THRESHOLD, Cooldown
+from router.http_protocol import _push
 from router.placement import Facts, InvalidPlacement, local_reason, parse_override
 from router.trace import Trace, TraceRing, response_id
 
@@ -131,3 +133,29 @@ def test_a_certificate_that_cannot_be_used_is_told_before_vllm_is_imported(
         return
     assert main.run(config) == 1
     assert "worker_tls" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "written"),
+    [
+        ({}, b"3\r\nabc\r\n"),
+        ({"disconnected": True}, b""),
+        ({"response_started": False}, b""),
+        ({"response_complete": True}, b""),
+        ({"chunked_encoding": False}, b""),
+        ({"flow": SimpleNamespace(write_paused=True)}, b""),
+    ],
+)
+def test_a_chunk_is_pushed_only_into_an_answer_that_is_read(changed: dict[str, Any], written: bytes) -> None:
+    found: list[bytes] = []
+    state = {
+        "flow": SimpleNamespace(write_paused=False),
+        "transport": SimpleNamespace(write=found.append),
+        "disconnected": False,
+        "response_started": True,
+        "response_complete": False,
+        "chunked_encoding": True,
+    }
+    cycle: Any = SimpleNamespace(**{**state, **changed})
+    assert _push(cycle, b"abc") == bool(written)
+    assert b"".join(found) == written
