@@ -6,17 +6,16 @@ restoring goes the other way. Many small copies between device and host would ea
 one kernel (`statestore.gpu`) puts a piece together and takes its digests and looks at its numbers meanwhile; where
 there is none, torch copies layer by layer and the host does the rest.
 
-Every thread has a stream of its own, so that copies run beside the engine's kernels; a call returns when its copies
-have ended, because what it has gathered is read, and what it has restored is scheduled, right after it.
+Every call has a stream of its own, so that copies run beside the engine's kernels; a call returns when its copies have
+ended, because what it has gathered is read, and what it has restored is scheduled, right after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +37,33 @@ Table = tuple[Ints, Ints]
 
 State = tuple[int, torch.Tensor, torch.Tensor]
 """KV cache group, convolution and recurrent state of every block."""
+
+
+_T = TypeVar("_T")
+
+
+class Spares(Generic[_T]):
+    """Things that are made when all others are in use, and used again: as many as there ever were users at once.
+
+    Streams are shared by threads this way, not made a thread: torch keeps the memory that was used on a stream for that
+    stream, and the threads that check a load live no longer than it.
+    """
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make = make
+        self._idle: list[_T] = []
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[_T]:
+        """One for the block's time; safe from any thread."""
+        try:
+            mine = self._idle.pop()
+        except IndexError:
+            mine = self._make()
+        try:
+            yield mine
+        finally:
+            self._idle.append(mine)
 
 
 class DeviceCopies:
@@ -62,7 +88,7 @@ class DeviceCopies:
         self._row_dtype = torch_dtype(geometry.kv_cache_dtype)
         if rows[0][1].dtype == torch.uint8:
             self._row_dtype = torch.uint8
-        self._local = threading.local()
+        self._streams: Spares[Any] = Spares(lambda: torch.cuda.Stream(self._device))
 
     def gather_heads(self, blocks: tuple[list[int], ...], mine: slice, layers: range, out: Bytes) -> None:
         """The rank's heads `mine` of the KDA layers numbered `layers` into their places in `out`, which holds these
@@ -213,14 +239,15 @@ class DeviceCopies:
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:
-        """This thread's stream; its work has ended when the block has."""
+        """A stream that nobody else uses now; its work has ended when the block has."""
         if self._device.type != "cuda":
             yield
             return
-        stream = getattr(self._local, "stream", None)
-        if stream is None:
-            stream = self._local.stream = torch.cuda.Stream(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with (
+            self._streams.one() as stream,
+            torch.cuda.device(self._device),
+            torch.cuda.stream(stream),
+        ):
             try:
                 yield
             finally:

@@ -6,6 +6,8 @@ The copies themselves are tested on the CPU in test_cache_view.py; here they run
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from statestore.connector.cache_view import CacheView
-from statestore.connector.device_copies import pin
+from statestore.connector.device_copies import Spares, pin
 from statestore.pool import PoolUnavailable
 from statestore.reshard import head_bytes, row_bytes
 from statestore.staging import Staging
@@ -110,6 +112,35 @@ def test_pinned_memory_is_given_back(pool: _Anything) -> None:
         assert pinned == [1 << 16]
         staging.close()
     assert pinned == []
+
+
+def test_streams_are_as_many_as_their_users_at_once() -> None:
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    spares = Spares(make)
+    used = []
+    for _ in range(3):
+        # Threads that come and go one after the other use the same one.
+        thread = threading.Thread(target=lambda: used.append(_use(spares)))
+        thread.start()
+        thread.join()
+    assert (used, made) == ([0, 0, 0], [0])
+    with spares.one() as first, spares.one() as second:
+        assert {first, second} == {0, 1}
+    with contextlib.suppress(KeyError), spares.one():
+        raise KeyError
+    with spares.one(), spares.one(), spares.one() as third:
+        assert third == 2
+    assert made == [0, 1, 2]
+
+
+def _use(spares: Spares[int]) -> int:
+    with spares.one() as mine:
+        return mine
 
 
 @pytest.mark.parametrize("parts", [2, 4])
