@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from deltaserve.config import WorkerConfig
+from deltaserve.config import WorkerConfig, draft_method
 
 CONNECTOR = "DeltaserveConnector"
 CONNECTOR_MODULE = "statestore.connector"
@@ -59,6 +59,9 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
     }
     if config.device == "cpu":
         args["enforce_eager"] = True
+        if draft_method(config.extra_args):
+            # Drafts are folded from records, and no block a draft is asked for (docs/replay_ssm.md).
+            args["use_replayssm"] = True
     else:
         # kv_cache_memory_bytes says all; by this share vLLM would only refuse a GPU that another worker uses as well.
         args["gpu_memory_utilization"] = 0.01

@@ -77,8 +77,13 @@ def test_drafts_that_give_the_same_tokens_are_taken(method: str) -> None:
     drafts = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
     assert engine_args(WorkerConfig(extra_args=drafts), None) == {
         **engine_args(WorkerConfig(), None),
+        "use_replayssm": True,
         **drafts,
     }
+    written = {**drafts, "use_replayssm": False}
+    assert engine_args(WorkerConfig(extra_args=written), None)["use_replayssm"] is False, "a state a position"
+    on_a_gpu = WorkerConfig(device="cuda", extra_args=drafts)
+    assert "use_replayssm" not in engine_args(on_a_gpu, None), "vLLM's own there, and asked for by its name"
 
 
 def test_other_drafts_are_refused_on_the_cpu() -> None:
