@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from statestore.gpu.launch import ShardKernels
 
 log = logging.getLogger(__name__)
+
+KERNELS_VARIABLE = "DELTASERVE_STATE_KERNELS"
+"""1: kernels copy. Not the default until whole requests of a cluster have been verified with them on a GPU."""
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -258,9 +262,16 @@ class DeviceCopies:
 def kernels_for(
     geometry: Geometry, states: list[State], rows: list[tuple[int, torch.Tensor]]
 ) -> ShardKernels | None:
-    """The kernels for caches on a GPU, compiled; None, with a line in the log, where they cannot copy these caches."""
+    """The kernels for caches on a GPU, compiled, where the environment chooses them (`KERNELS_VARIABLE`).
+
+    None otherwise, and, with a line in the log, where they cannot copy these caches.
+    Raises ValueError for a value of the variable that says neither yes nor no.
+    """
+    chosen = os.environ.get(KERNELS_VARIABLE, "")
+    if chosen not in ("", "0", "1"):
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: 1 copies by kernels, 0 or nothing by torch")
     device = rows[0][1].device
-    if device.type != "cuda":
+    if device.type != "cuda" or chosen != "1":
         return None
     why = ""
     try:

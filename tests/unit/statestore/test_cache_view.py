@@ -16,6 +16,7 @@ import torch
 
 from statestore.connector.cache_view import CacheView
 from statestore.connector.describe import NotHybrid
+from statestore.connector.device_copies import KERNELS_VARIABLE
 from statestore.connector.host_copies import HostCopies
 from statestore.geometry import Geometry
 from statestore.reshard import head_bytes, row_bytes
@@ -216,3 +217,12 @@ def test_layers_of_two_groups_have_rows_at_different_places(order: tuple[int, in
     for target, layer, (ids, rows) in zip(targets, layers, tables, strict=True):
         assert (target.numpy()[ids, rows] == layer.numpy()[ids, rows]).all()
         assert target.count_nonzero() <= 16 * 4, "and nothing else is written"
+
+
+def test_a_choice_of_kernels_is_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0", "1"):
+        monkeypatch.setenv(KERNELS_VARIABLE, value)
+        view_of(rank_caches(geometry(tp=1, head_v=4)))
+    monkeypatch.setenv(KERNELS_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="DELTASERVE_STATE_KERNELS='yes': 1 copies by kernels"):
+        view_of(rank_caches(geometry(tp=1, head_v=4)))
