@@ -151,6 +151,7 @@ def face(addresses: dict[str, str], front: str = "python", direct: bool = False)
         "port": 0,
         "placement": "local",
         "max_queued": 4096,
+        "token_timeout": 3600.0,  # an idle stream is no worker that hangs
         "front": front,
     }
     if front == "rust":
