@@ -239,7 +239,7 @@ class BoundaryRecord:
 
     def to_json(self) -> str:
         """The value stored in the ledger; equal records give equal text."""
-        ranks = [{**vars(rank), "objects": [vars(entry) for entry in rank.objects]} for rank in self.ranks]
+        ranks = [{**vars(rank), "objects": [_entry(entry) for entry in rank.objects]} for rank in self.ranks]
         values = {**vars(self), "epoch": str(self.epoch), "ranks": ranks}
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
@@ -257,6 +257,15 @@ class BoundaryRecord:
         )
         values["parents"] = tuple(_list(values.get("parents", []), "parents"))
         return _build(cls, values, "record")
+
+
+def _entry(entry: ObjectEntry) -> dict[str, Any]:
+    """Its fields. The default digest is not written: records from before there were two are compared as text, and
+    workers from then refuse a field that they do not know."""
+    values = dict(vars(entry))
+    if values["digest"] == ObjectEntry.digest:
+        del values["digest"]
+    return values
 
 
 def boundary_id(model_digest: str, prefix_hash: str, epoch: Epoch) -> str:
