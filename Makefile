@@ -37,7 +37,8 @@ ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
 	$(PYTEST) -n 2 --dist worksteal -m "not (cluster or scenario)"
-	$(PYTEST) --durations=60 --durations-min=5 -m "cluster or scenario"
+	$(PYTEST) -n 2 --dist loadfile -m "cluster or scenario" tests/unit tests/scenario
+	$(PYTEST) --durations=60 --durations-min=5 -m "cluster or scenario" tests/cluster
 endif
 
 lint: dev
