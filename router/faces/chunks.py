@@ -74,6 +74,25 @@ class Filled:
         return f"{self.last_before}{quote(text)}{after}"
 
 
+def counted(
+    usage: dict[str, Any], prompt_tokens: int, completion_tokens: int, cached: dict[str, int]
+) -> dict[str, Any]:
+    """A form's `usage` with a request's numbers. `cached`: values for those of vLLM's `prompt_tokens_details` that the
+    form has; what vLLM leaves null there stays null."""
+    filled = {
+        **usage,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    details = filled.get("prompt_tokens_details")
+    if details is not None:
+        filled["prompt_tokens_details"] = {
+            name: value if value is None else cached[name] for name, value in details.items()
+        }
+    return filled
+
+
 def usage_event(
     form: dict[str, Any],
     response_id: str,
@@ -83,16 +102,8 @@ def usage_event(
     completion_tokens: int,
     cached: dict[str, int],
 ) -> str:
-    """The usage event. `cached`: values for those of vLLM's `prompt_tokens_details` that the form has."""
-    usage = {
-        **form["usage"],
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    details = usage.get("prompt_tokens_details")
-    if details is not None:
-        usage["prompt_tokens_details"] = {name: cached[name] for name in details}
+    """The usage event. `cached`: as in `counted`."""
+    usage = counted(form["usage"], prompt_tokens, completion_tokens, cached)
     event = {**form, "id": response_id, "model": model, "created": created, "usage": usage}
     return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any
 
-from router.faces.chunks import FINISH, ID, MODEL, STOP, TEXT, FormChanged, made_up
+from router.faces.chunks import FINISH, ID, MODEL, STOP, TEXT, FormChanged, counted, made_up
 
 _PLACES = {
     "text": f'"{TEXT}"',
@@ -45,18 +45,8 @@ class WholeForm:
         cached: dict[str, int],
         metrics: str = "null",
     ) -> bytes:
-        """The answer's JSON. `cached`: as in `chunks.usage_event`; `metrics`: JSON of what vLLM says of drafts."""
-        usage = {
-            **self.usage,
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }
-        details = usage.get("prompt_tokens_details")
-        if details is not None:
-            usage["prompt_tokens_details"] = {
-                name: value if value is None else cached[name] for name, value in details.items()
-            }
+        """The answer's JSON. `cached`: as in `chunks.counted`; `metrics`: JSON of what vLLM says of drafts."""
+        usage = counted(self.usage, prompt_tokens, completion_tokens, cached)
         values = {
             "text": quote(text),
             "id": quote(response_id),

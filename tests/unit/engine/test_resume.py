@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from deltaserve.engine import resume
 from deltaserve.engine.cpu import plugin
+from tests.support.probes import probe_result
 from tests.unit.engine.resume_probe import HISTORY
 
 ROOT = Path(__file__).parents[3]
@@ -32,17 +30,7 @@ real_engine = [
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine.resume_probe", str(MODEL)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("PROBE "))
-    return found
+    return probe_result("tests.unit.engine.resume_probe", str(MODEL), timeout=280)
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalties", "seeded", "minimum", "grammar"])

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.probes import ENGINE_HERE
+
 LENGTHS = (60, 100, 130, 250, 260)
 """Prompt tokens. Hits come in units of 16 (one less with a draft), and most of these end inside a block of 128."""
 
@@ -33,14 +35,7 @@ def use_vllms_copies(worker: Any) -> None:
 
 
 def main() -> None:
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1",
-        TORCHDYNAMO_DISABLE="1",
-    )
+    os.environ.update(ENGINE_HERE, TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.probes import ENGINE_HERE
+
 LENGTHS = (116, 244)
 """Prompt tokens; each answer crosses the end of a block of 128."""
 TOKENS, CONTINUED, NEXT = 40, 36, 8
@@ -154,15 +156,7 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1",
-        OMP_WAIT_POLICY="PASSIVE",
-        TORCHDYNAMO_DISABLE="1",
-    )
+    os.environ.update(ENGINE_HERE, OMP_WAIT_POLICY="PASSIVE", TORCHDYNAMO_DISABLE="1")
     from deltaserve.verify.prompts import PromptMaker
 
     model = Path(sys.argv[1])

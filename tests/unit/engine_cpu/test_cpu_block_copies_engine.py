@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deltaserve.engine.cpu import plugin
+from tests.support.probes import probe_result
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "demo"
@@ -31,17 +29,9 @@ def probe(request: pytest.FixtureRequest) -> dict[str, Any]:
 
     On two ranks a rank's recurrent state takes half a page, so that what vLLM leaves out is within reach of a hit.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine_cpu.block_copy_probe", str(MODEL), "2", str(request.param)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
+    return probe_result(
+        "tests.unit.engine_cpu.block_copy_probe", str(MODEL), "2", str(request.param), timeout=500
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("PROBE "))
-    return found
 
 
 def moved(first: Round, again: Round) -> list[float]:

@@ -6,15 +6,13 @@ One process answers for the whole module.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deltaserve.engine.cpu import plugin
+from tests.support.probes import probe_result
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "demo"
@@ -31,17 +29,7 @@ Answers = list[tuple[list[int], list[float], int]]
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine_cpu.draft_probe", str(MODEL)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("PROBE "))
-    return found
+    return probe_result("tests.unit.engine_cpu.draft_probe", str(MODEL), timeout=550)
 
 
 def moved(wanted: Answers, found: Answers) -> list[float]:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deltaserve.engine.cpu import plugin
+from tests.support.probes import probe_result
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "demo"
@@ -27,17 +26,7 @@ pytestmark = [
 def probe(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Three rounds over the same prompts; prefill split at the reusable position, or in one pass with a checkpoint."""
     options = ["--checkpoint"] if request.param == "checkpoint" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.engine_cpu.engine_probe", str(MODEL), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("PROBE "))
-    return found
+    return probe_result("tests.unit.engine_cpu.engine_probe", str(MODEL), *options, timeout=500)
 
 
 def prompts() -> list[dict[str, Any]]:

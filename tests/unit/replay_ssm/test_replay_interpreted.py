@@ -4,13 +4,12 @@ process of their own, because Triton decides when it is imported whether it inte
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.probes import run_interpreted
 
 TESTS = [Path(__file__).with_name(name) for name in ("test_replay_kernels.py", "test_replay_engine.py")]
 
@@ -19,16 +18,5 @@ TESTS = [Path(__file__).with_name(name) for name in ("test_replay_kernels.py", "
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 def test_the_portable_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *map(str, TESTS), "-q", "-k", "zero or align"]
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=TESTS[0].parents[3],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "2 passed" in done.stdout, "a run that selects nothing must not pass for one that passed"
+    output = run_interpreted(TESTS, "-k", "zero or align")
+    assert "2 passed" in output, "a run that selects nothing must not pass for one that passed"

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deltaserve.engine.cpu import plugin
+from tests.support.probes import probe_result
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("unaligned", "aligned")
@@ -25,18 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def probe() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.statestore.connector_probe"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PROBE ")]
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert lines, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("PROBE "))
-    return found
+    return probe_result("tests.unit.statestore.connector_probe", timeout=550)
 
 
 def drift(one: dict[str, Any], other: dict[str, Any]) -> float:

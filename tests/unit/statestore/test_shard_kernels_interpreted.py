@@ -4,13 +4,12 @@ imported whether it interprets."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.probes import run_interpreted
 
 TESTS = Path(__file__).with_name("test_shard_kernels.py")
 
@@ -19,15 +18,5 @@ TESTS = Path(__file__).with_name("test_shard_kernels.py")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 def test_the_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(TESTS), "-q", "-p", "no:cacheprovider"],
-        env=environment,
-        cwd=TESTS.parents[3],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "12 passed" in done.stdout, "a run that selects nothing must not pass for one that passed"
+    output = run_interpreted([TESTS], "-p", "no:cacheprovider")
+    assert "12 passed" in output, "a run that selects nothing must not pass for one that passed"
