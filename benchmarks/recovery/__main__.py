@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from itertools import count, cycle
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--tokens", type=int, default=150, metavar="N", help="length of the answers (default: 150)"
+    )
+    made.add_argument(
+        "--decode",
+        type=int,
+        default=2,
+        metavar="N",
+        help="decode workers; 2 of them serve at a kill (default: 2)",
+    )
+    made.add_argument(
+        "--go-on", action="store_true", help="count the kills that --json's FILE has already, and add to them"
     )
     made.add_argument("--model", type=Path, default=Path("models/demo"), help="folder of the model")
     made.add_argument(
@@ -87,20 +97,32 @@ def kill_once(
     else:
         started({aim: running[aim]}, 1 + int(point * max(0, expected[aim].chunks - 3)))
         name = victim(cluster, running[aim])
-    starts = cluster.statuses[name].starts
     cluster.kill(name)
     finish(threads)
     traces = {
         kind: fetch(cluster.endpoint, f"/deltaserve/requests/{stream.id}") for kind, stream in running.items()
     }
     moved = [kind for kind, trace in traces.items() if trace.get("resumes", 0)]
-    cluster.wait_ready(name, READY_SECONDS, after_start=starts)
     return {
         "worker": name,
+        "load": os.getloadavg()[0],
         "hit": moved or sorted(kind for kind, trace in traces.items() if trace.get("failure")),
         "wrong": differences(running, expected),
         "pauses": {kind: pause(running[kind], traces[kind]) for kind in moved},
     }
+
+
+def wait_serving(cluster: Cluster) -> None:
+    """Return when the router has a prefill worker and two decode workers. Raises TimeoutError."""
+    limit = time.monotonic() + READY_SECONDS
+    while True:
+        roles = fetch(cluster.endpoint, "/health").get("roles", {})
+        ready = {role: found["ready"] for role, found in roles.items()}
+        if ready.get("prefill", 0) >= 1 and ready.get("decode", 0) >= 2:
+            return
+        if time.monotonic() > limit:
+            raise TimeoutError(f"the killed workers do not come back: {ready} serve")
+        time.sleep(0.1)
 
 
 def hang_once(cluster: Cluster, expected: dict[str, Stream], running: dict[str, Stream]) -> dict[str, Any]:
@@ -129,6 +151,23 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line a kind: streams at the kills, how many went on as undisturbed; those moved, likewise; their pauses."""
+    lines = [
+        f"{'':<8} {'streams':>8} {'exact':>6} {'moved':>6} {'exact':>6} {'median s':>9} {'p90 s':>6} {'worst s':>8}"
+    ]
+    for kind in KINDS:
+        moved = [row for row in rows if kind in row["pauses"]]
+        pauses = sorted(row["pauses"][kind] for row in moved)
+        exact, moved_exact = (sum(kind not in row["wrong"] for row in some) for some in (rows, moved))
+        lines.append(
+            f"{kind:<8} {len(rows):>8} {exact:>6} {len(moved):>6} {moved_exact:>6} "
+            f"{statistics.median(pauses) if pauses else 0.0:>9.2f} {quantile(pauses, 0.9):>6.2f} "
+            f"{pauses[-1] if pauses else 0.0:>8.2f}"
+        )
+    return lines
+
+
 def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
     """The result of all kills; prints it."""
     pauses = sorted(seconds for row in rows for seconds in row["pauses"].values())
@@ -144,6 +183,7 @@ def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
         "worst_pause": pauses[-1] if pauses else 0.0,
         "undisturbed_gap": normal,
     }
+    print("\n".join(table(rows)))
     shares = ", ".join(f"{count} {kind}" for kind, count in moved.items())
     print(
         f"{result['exact']} of {len(rows)} kills exact ({result['decode_kills']} of decode workers, "
@@ -157,17 +197,25 @@ def report(rows: Sequence[dict[str, Any]], normal: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line a kill and the result; 1 when an aim is missed."""
-    options = parser().parse_args(arguments)
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.go_on and not (options.json and options.json.exists()):
+        made.error("--go-on: needs the FILE of a run before, by --json")
+    if options.decode < 2:
+        made.error("--decode: must be at least 2, or no other worker can go on")
     prompt = PromptMaker(options.model).make(400).tokens
-    noise = random.Random(1)
-    aims, salts = cycle(KINDS), count()
-    rows: list[dict[str, Any]] = []
+    rows, normal = [], 0.0
+    if options.go_on:
+        before = json.loads(options.json.read_text())
+        rows, normal = before["kills"], before["undisturbed_gap"]
+    noise = random.Random(1 + len(rows))
+    aims, salts = islice(cycle(KINDS), len(rows) % len(KINDS), None), count()
     with tempfile.TemporaryDirectory() as folder:
         router: dict[str, object] = {"token_timeout": 2.0} if options.hang else {}
         config = ClusterConfig(
             model=options.model,
             port=0,
-            decode=2,
+            decode=options.decode,
             run_dir=Path(folder),
             max_restarts=1000,
             tool_parser=TOOL_PARSER,
@@ -194,13 +242,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"the undisturbed streams failed: {bad}", file=sys.stderr)
                 return 2
             limit = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-            while len(rows) < options.kills and time.monotonic() < limit:
+            normal = max(normal, *(stream.gap for stream in expected.values()))
+            done = len(rows)
+            while len(rows) < done + options.kills and time.monotonic() < limit:
                 prefill = len(rows) % PREFILL_EVERY == PREFILL_EVERY - 1
                 if options.hang:
                     row = hang_once(cluster, expected, make())
                 else:
+                    wait_serving(cluster)
                     row = kill_once(cluster, expected, make(), next(aims), prefill, noise.random())
                 rows.append(row)
+                if options.json:  # what is cut off keeps what it has
+                    partial = {"kills": rows, "undisturbed_gap": normal}
+                    options.json.write_text(json.dumps(partial, indent=1) + "\n")
                 pauses = " ".join(f"{seconds:.2f}" for seconds in row["pauses"].values())
                 print(
                     f"kill {len(rows):3}: {row['worker']}, hit {len(row['hit'])}, pauses {pauses or '-'} s",
@@ -208,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 for kind, what in row["wrong"].items():
                     print(f"          {kind}: {what}", flush=True)
-    result = report(rows, max(stream.gap for stream in expected.values()))
+    result = report(rows, normal)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     missed = result["exact"] < EXACT_AIM * len(rows) or result["median_pause"] > PAUSE_AIM

@@ -81,7 +81,36 @@ def test_the_report_counts_what_was_exact_and_what_was_moved(capsys: pytest.Capt
     assert (found["exact"], found["decode_kills"], found["prefill_kills"]) == (2, 2, 1)
     assert (found["median_pause"], found["p90_pause"], found["worst_pause"]) == (2.0, 3.0, 3.0)
     assert found["moved"] == {**dict.fromkeys(KINDS, 0), "greedy": 2, "chat": 1}
-    assert "2 of 3 kills exact" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 of 3 kills exact" in printed
+    lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line[:6].strip() in KINDS}
+    # streams, exact; moved, of these exact; median, ninetieth percentile and worst pause
+    assert lines["greedy"] == ["3", "2", "2", "1", "1.50", "2.00", "2.00"]
+    assert lines["chat"] == ["3", "3", "1", "1", "3.00", "3.00", "3.00"]
+    assert lines["tools"] == ["3", "3", "0", "0", "0.00", "0.00", "0.00"]
+
+
+def test_a_kill_waits_for_two_decode_workers_and_a_prefill_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([{}, (1, 1), (0, 2), (1, 2)])
+
+    def health(_endpoint: str, _path: str) -> dict[str, Any]:
+        ready = next(seen)
+        return {"roles": {"prefill": {"ready": ready[0]}, "decode": {"ready": ready[1]}}} if ready else {}
+
+    monkeypatch.setattr(benchmark, "fetch", health)
+    monkeypatch.setattr(benchmark.time, "sleep", lambda _seconds: None)
+    benchmark.wait_serving(SimpleNamespace(endpoint="http://x"))
+    assert next(seen, None) is None
+    monkeypatch.setattr(benchmark, "READY_SECONDS", 0.0)
+    seen = iter([(1, 1)] * 99)
+    with pytest.raises(TimeoutError, match="do not come back"):
+        benchmark.wait_serving(SimpleNamespace(endpoint="http://x"))
+
+
+@pytest.mark.parametrize("options", [["--go-on"], ["--go-on", "--json", "/nowhere/x"], ["--decode", "1"]])
+def test_what_cannot_be_counted_is_refused(options: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(options)
 
 
 @pytest.mark.parametrize(
