@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels.watch import StepWatch, launches
+
 MODES = ("none", "write", "recover", "replay")
 DEMO = Path("models/demo")
 
@@ -113,7 +115,11 @@ def counters(llm: Any) -> dict[str, float]:
 
 def child(options: argparse.Namespace, mode: str) -> None:
     """Load, wait for the turn, measure, write ``mode``.json."""
+    watch = StepWatch()
+    watch.watch_compiler()
+    watch.watch_graphs()
     llm = load(options, mode)
+    watch.watch_steps(llm)
     asked, others = prompts(options.batch)
     generate(llm, others, 48)
     ready, go = options.out / f"{mode}.ready", options.out / f"{mode}.go"
@@ -121,12 +127,14 @@ def child(options: argparse.Namespace, mode: str) -> None:
     while not go.exists():
         time.sleep(0.2)
     record: dict[str, Any] = {"mode": mode}
-    seconds = []
+    seconds, record["runs"] = [], []
     for _ in range(options.repeats):
         llm.reset_prefix_cache()
+        watch.begin()
         begin = time.perf_counter()
         outputs = generate(llm, asked, options.tokens)
         seconds.append(time.perf_counter() - begin)
+        record["runs"].append(watch.end())
     record["seconds"] = seconds
     record["tokens_per_second"] = options.batch * options.tokens / min(seconds)
     record["tokens"] = [list(o.outputs[0].token_ids) for o in outputs]
@@ -147,27 +155,33 @@ def child(options: argparse.Namespace, mode: str) -> None:
             for o in generate(llm, asked, options.tokens, 2)
         ]
     if mode in options.profile.split(","):
-        profile(llm, asked, options.out / f"{mode}.profile")
+        profile(llm, asked, watch, options.out / f"{mode}.profile")
     (options.out / f"{mode}.json").write_text(json.dumps(record))
     print(f"done {mode}", flush=True)
     os._exit(0)
 
 
-def profile(llm: Any, asked: list[list[int]], target: Path) -> None:
-    """Where the time of two short runs goes: kernels of the device, functions of the host."""
+def profile(llm: Any, asked: list[list[int]], watch: StepWatch, target: Path) -> None:
+    """Where the time of short runs goes: launches and kernels a step, calls of the runtime, functions of the host."""
     import torch
     from torch.profiler import ProfilerActivity
 
     llm.reset_prefix_cache()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+    watch.begin()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         generate(llm, asked, 32)
-    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60)
+    steps = watch.end()["steps"]
+    events = found.key_averages()
+    words = io.StringIO()
+    words.write(launches(events, steps))
+    for order, rows in (("self_cuda_time_total", 30), ("self_cpu_time_total", 30)):
+        words.write(events.table(sort_by=order, row_limit=rows, max_name_column_width=60) + "\n")
     llm.reset_prefix_cache()
     host = cProfile.Profile()
     host.runcall(generate, llm, asked, 48)
-    words = io.StringIO()
-    pstats.Stats(host, stream=words).sort_stats("tottime").print_stats(30)
-    target.write_text(table + words.getvalue())
+    for by in ("tottime", "cumulative"):
+        pstats.Stats(host, stream=words).sort_stats(by).print_stats(40)
+    target.write_text(words.getvalue())
 
 
 def capacity(log: Path) -> str:
@@ -190,6 +204,8 @@ def report(folder: Path, modes: list[str], batch: int) -> None:
         if drafts:
             kept = record["counters"]["spec_decode_num_accepted_tokens"] / drafts
             line += f"  {1 + kept:.2f} tokens a window"
+        best = min(record["runs"], key=lambda run: sum(run["slowest_ms"]))
+        line += f"  {best['steps']} steps, median {best['median_ms']:.2f} ms"
         if reference and mode != "none" and "gaps" in reference:
             for what in ("tokens", "continued"):
                 pairs = list(zip(reference[what], record[what], strict=True))
@@ -200,6 +216,11 @@ def report(folder: Path, modes: list[str], batch: int) -> None:
                     gaps = sorted(reference["gaps"][i][at] for i, at in differ)
                     line += f" (first at {min(at for _, at in differ)}, gaps there {gaps[0]:.3f} to {gaps[-1]:.3f})"
         print(line, flush=True)
+        for run, seconds in zip(record["runs"], record["seconds"], strict=True):
+            print(
+                f"    {seconds:.3f} s  slowest {run['slowest_ms']} ms  compiled {run['compiled']}", flush=True
+            )
+            print(f"    {run['graphs']}", flush=True)
 
 
 def main() -> None:
