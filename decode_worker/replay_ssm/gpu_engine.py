@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,41 @@ class EngineRecords:
         )
         self._a_log = torch.stack([layer.a_log.reshape(-1) for layer in everyone]).float().contiguous()
         self._dt_bias = torch.stack([layer.dt_bias.reshape(-1) for layer in everyone]).float().contiguous()
+
+    def warm_up(self, *, align: bool) -> None:
+        """Have every kernel compiled that a step may need, so that no served step waits for a compiler.
+
+        Runs each on padding, before there are requests: no slot, no row and no pending count changes. ``align`` says
+        whether ``commit`` will be told where blocks end.
+        """
+        first = next(iter(self.layers.values()))
+        _, heads, value_dim, _ = first.state.shape
+        channels, device, dtype = first.conv.shape[1], first.state.device, first.records.key_gate.dtype
+        begin = torch.zeros(2, dtype=torch.int32, device=device)
+        nobody = torch.zeros(1, dtype=torch.int32, device=device)
+        for mapping in (nobody, nobody.long()):
+            for request_indices in (None, nobody):
+                self.plan(mapping, nobody, begin, windows=0, request_indices=request_indices)
+        x = torch.zeros(1, channels, dtype=dtype, device=device)
+        raw_g = torch.zeros(1, 1, heads, channels // 3 // heads, dtype=dtype, device=device)
+        out = torch.zeros(1, 1, heads, value_dim, dtype=dtype, device=device)
+        wide = torch.zeros(1, 1, 16 * heads, dtype=dtype, device=device)[..., :heads]
+        name = next(iter(self.layers))
+        # Betas are a part of a wide projection, or were gathered: rows that are multiples of 16, or of the heads alone.
+        for raw_beta in (wide, torch.zeros(1, 1, heads, dtype=dtype, device=device)):
+            self.advance(name, x, raw_g, raw_beta, out, 1)
+        blocks: dict[str, Any] = {}
+        if align:
+            blocks = {
+                "block_table": nobody[None],
+                "num_computed_tokens": nobody,
+                "mamba_block_size": self.window,
+            }
+        for flush_now in (False, True):
+            for request_indices in (None, nobody):
+                self._flush_all = flush_now
+                self.commit(nobody, nobody, begin, request_indices=request_indices, **blocks)
+        self._flush_all = False
 
     def forget(self, request: int) -> None:
         """A request begins in this row: nothing is pending, whatever its predecessor left."""

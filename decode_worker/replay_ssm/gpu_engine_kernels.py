@@ -13,7 +13,8 @@ import triton.language as tl
 from decode_worker.replay_ssm.triton_kernels import _log_decay
 
 
-@triton.jit
+# What changes from step to step is no reason for another compilation: it would fall into a served step.
+@triton.jit(do_not_specialize=["windows", "s_state_indices"])
 def plan_step(
     idx_mapping, request_indices, state_indices, query_start_loc, pending_by_request, parity,
     slots, cu, requests, read_rows, write_rows, pending, conv_first,
@@ -45,7 +46,7 @@ def plan_step(
     tl.store(parity + request, 1 - turn, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["flush_all", "block_size", "table_width", "s_table_row", "s_table_col"])
 def commit_step(
     sampled, request_indices, requests, slots, cu, block_table, computed, pending_by_request,
     counts, finals, boundaries, boundary_counts,

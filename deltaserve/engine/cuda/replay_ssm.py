@@ -236,7 +236,10 @@ def make_group(builder: Any) -> Any:
             conv=conv if conv.shape[1] == channels else conv.transpose(-1, -2),
             records=WindowRecords(layer.recoverssm_records.correction, layer.recoverssm_records.key_gate),
         )
-    return EngineRecords(layers, 1 + builder.vllm_config.num_speculative_tokens)
+    group = EngineRecords(layers, 1 + builder.vllm_config.num_speculative_tokens)
+    if next(iter(layers.values())).state.is_cuda:
+        group.warm_up(align=builder.vllm_config.cache_config.mamba_cache_mode == "align")
+    return group
 
 
 def _exchange_layer(layer: Any) -> None:

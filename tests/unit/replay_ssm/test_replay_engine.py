@@ -191,6 +191,10 @@ class Engine:
 @pytest.mark.parametrize("align", [True, False], ids=["align", "plain"])
 def test_steps_of_an_engine(align: bool) -> None:
     engine = Engine(3, 2, 3 if GPU else 1, align=align)
+    engine.group.warm_up(align=align)
+    for layer in engine.layers.values():
+        for held in (layer.state, layer.conv, layer.records.u, layer.records.key_gate):
+            assert held.isnan().all(), "a warm-up touches nothing"
     engine.begin(0, 5)
     engine.begin(2, 11)
     engine.step({0: 2, 2: 1}, {0: 4, 2: 4})
