@@ -24,10 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deltaserve.config import ClusterConfig, WorkerConfig
 from deltaserve.engine.arguments import engine_args, resolved_dtype, set_environment
@@ -48,6 +48,8 @@ GROUP_SECONDS = 300.0
 _LOG_LINES = 20
 _CONTINUATIONS = 100
 """How often the rest of one answer is asked for when its rounding is measured."""
+
+_Item = TypeVar("_Item")
 
 
 class ReferenceError(Exception):
@@ -274,37 +276,66 @@ def _with_noise(
     """The same answers with the noise of each: what they became from a cached prefix, and all at once.
 
     After a token that became another one, the rest is asked for again behind the first answer's, so that all of a long
-    answer is measured.
+    answer is measured; the rests of all answers at once, because one by one they take minutes.
     """
     again = [ask(group, own) for group, own in zip(groups, salts, strict=True)]
-    flat = [case for group in groups for case in group]
-    at_once = iter(ask(flat, [f"at-once-{index}" for index in range(len(flat))]))
+    at_once = ask(cases := _flat(groups), [f"at-once-{index}" for index in range(len(cases))])
+    firsts, own = _flat(found), _flat(salts)
+    draws = [
+        _Draw(case, salt, first, other)
+        for others in (_flat(again), at_once)
+        for case, salt, first, other in zip(cases, own, firsts, others, strict=True)
+    ]
+    for _ in range(_CONTINUATIONS):
+        rests = [(draw, rest) for draw in draws if (rest := draw.rest()) is not None]
+        if not rests:
+            break
+        others = ask([rest for _, rest in rests], [draw.salt for draw, _ in rests])
+        for (draw, _), other in zip(rests, others, strict=True):
+            draw.take(other)
+    noises = [
+        rounding.largest([*one.noises, *other.noises])
+        for one, other in zip(draws[: len(cases)], draws[len(cases) :], strict=True)
+    ]
+    measured = iter(
+        first if case.temperature else replace(first, noise=(noise.logprob, noise.gap))
+        for case, first, noise in zip(cases, firsts, noises, strict=True)
+    )
+    return [[next(measured) for _ in group] for group in groups]
 
-    def measure(case: Case, first: Answer, other: Answer, salt: str) -> rounding.Noise:
-        noises, done, left = [rounding.between(first, other)], 0, first
-        for _ in range(_CONTINUATIONS):
-            differs = compare(left, other).first_token
-            if differs is None or (done := done + differs + 1) >= len(first.tokens):
-                break
-            rest, left = rounding.rest(case, first, done)
-            (other,) = ask([rest], [salt])
-            noises.append(rounding.between(left, other))
-        return rounding.largest(noises)
 
-    measured = []
-    for group, own, firsts, others in zip(groups, salts, found, again, strict=True):
-        answers = []
-        for case, salt, first, other in zip(group, own, firsts, others, strict=True):
-            with_others = next(at_once)
-            if case.temperature:
-                answers.append(first)
-                continue
-            noise = rounding.largest(
-                [measure(case, first, other, salt), measure(case, first, with_others, salt)]
-            )
-            answers.append(replace(first, noise=(noise.logprob, noise.gap)))
-        measured.append(answers)
-    return measured
+@dataclass
+class _Draw:
+    """One more answer to a request, compared with the first one to its end."""
+
+    case: Case
+    salt: str
+    first: Answer
+    other: Answer
+    done: int = 0
+    """Of the first answer, tokens in front of what `left` and `other` hold."""
+
+    def __post_init__(self) -> None:
+        self.left = self.first
+        self.noises = [] if self.case.temperature else [rounding.between(self.first, self.other)]
+
+    def rest(self) -> Case | None:
+        """The request for what follows the token that became another one; None when nothing is left to compare."""
+        differs = None if self.case.temperature else compare(self.left, self.other).first_token
+        if differs is None or self.done + differs + 1 >= len(self.first.tokens):
+            return None
+        self.done += differs + 1
+        case, self.left = rounding.rest(self.case, self.first, self.done)
+        return case
+
+    def take(self, other: Answer) -> None:
+        """The answer to what `rest` gave."""
+        self.other = other
+        self.noises.append(rounding.between(self.left, other))
+
+
+def _flat(nested: Sequence[Sequence[_Item]]) -> list[_Item]:
+    return [item for group in nested for item in group]
 
 
 def _chosen(completion: Any) -> Answer:

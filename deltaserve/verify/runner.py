@@ -35,31 +35,44 @@ def run_pass(
     run = f"verify-{os.getpid()}-{next(_runs)}"
     for number, (group, expected) in enumerate(zip(groups, references, strict=True)):
         salt = f"{run}-{number}" if placement == "handover" else ""
-        replies = endpoint.complete_group(group, placement, salt)
+        replies, outcomes = endpoint.complete_group(group, placement, salt), []
         for case, reference, (answer, trace) in zip(group.cases, expected, replies, strict=True):
             recalled = None
             if case.prompt.answer is not None and not case.temperature and reference.tokens:
                 recalled = reference.tokens[0] == case.prompt.answer
             outcome = Outcome(case, placement, compare(reference, answer), trace, recalled)
+            outcomes.append(outcome)
             yield outcome
-            if excuse is not None:
-                yield from _rest(endpoint, outcome, reference, salt, excuse)
+        if excuse is not None:
+            yield from _rests(endpoint, outcomes, expected, salt, excuse)
 
 
-def _rest(
+def _rests(
     endpoint: Endpoint,
-    outcome: Outcome,
-    reference: Answer,
+    outcomes: Sequence[Outcome],
+    references: Sequence[Answer],
     salt: str,
     excuse: Callable[[Outcome], bool],
 ) -> Iterator[Outcome]:
-    """What follows an excused token, asked for again after the reference's own, until nothing is left."""
-    asked, done = outcome.case, 0
-    while (first := outcome.difference.first_token) is not None and excuse(outcome):
-        done += first + 1
-        if done >= len(reference.tokens):
+    """What follows excused tokens, asked for again after the reference's own until nothing is left: the rests of a
+    group at once, as the group was."""
+    going = [
+        (outcome.case, reference, 0, outcome) for outcome, reference in zip(outcomes, references, strict=True)
+    ]
+    for number in count():
+        asked = []
+        for case, reference, done, outcome in going:
+            first = outcome.difference.first_token
+            if first is None or not excuse(outcome) or (done := done + first + 1) >= len(reference.tokens):
+                continue
+            asked.append((case, reference, done, *rounding.rest(case, reference, done)))
+        if not asked:
             return
-        case, expected = rounding.rest(asked, reference, done)
-        answer, trace = endpoint.complete(case, outcome.placement, f"{salt}-{case.name}" if salt else "")
-        outcome = Outcome(case, outcome.placement, compare(expected, answer), trace, None)
-        yield outcome
+        rests = Group(tuple(rest for *_, rest, _ in asked))
+        placement = outcomes[0].placement
+        replies = endpoint.complete_group(rests, placement, f"{salt}-rest-{number}" if salt else "")
+        going = []
+        for (case, reference, done, rest, expected), (answer, trace) in zip(asked, replies, strict=True):
+            outcome = Outcome(rest, placement, compare(expected, answer), trace, None)
+            going.append((case, reference, done, outcome))
+            yield outcome
