@@ -38,7 +38,12 @@ def is_known(result: Path, arguments: list[str]) -> bool:
 
 def run(stage: Stage, arguments: list[str], log: Path, seconds: float, answers: Path) -> str:
     """Run a stage; what became of it. Its lines go to `log`, and to the terminal those that are no start-up."""
-    environment = {**os.environ, "DELTASERVE_REFERENCE_CACHE": str(answers), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        **stage.environment,
+        "DELTASERVE_REFERENCE_CACHE": str(answers),
+        "PYTHONUNBUFFERED": "1",
+    }
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -16,6 +16,8 @@ SHORT = ["--quick", "--lengths", "1,2,17,129,500,2000,8000"]
 """Every kind of short prompt, alone and eight at once."""
 LONG = ["--lengths", "", "--max-tokens", "2000", "--concurrency", "4"]
 """Four answers of 2,000 tokens at once: one by one the reference alone takes minutes."""
+TWO = ["--lengths", "100,1000", "--max-tokens", "2000", "--concurrency", "1"]
+"""Two of them: the aggregated engine answers each several times over, to measure its rounding."""
 WIDE = [
     "--lengths",
     "16000,32000",
@@ -39,6 +41,13 @@ class Stage:
     gpus: int = 1
     drafts: bool = False
     """Both roles draft with the model's own head (MTP), states not written a draft."""
+    replay: bool = False
+    """Drafts are folded by this project's kernels (docs/replay_ssm.md) instead of vLLM's."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the stage's processes find in their environment."""
+        return {"DELTASERVE_REPLAY_SSM": "1"} if self.replay else {}
 
 
 def _layout(prefill: int, decode: int, dcp: int) -> list[str]:
@@ -48,6 +57,7 @@ def _layout(prefill: int, decode: int, dcp: int) -> list[str]:
 STAGES = (
     Stage("short-1-1-1", "TP1 to TP1", (*SHORT,)),
     Stage("short-drafts", "TP1 to TP1, MTP drafts, use_replayssm", (*SHORT,), drafts=True),
+    Stage("short-replay", "the same, drafts folded (ReplaySSM)", (*SHORT,), drafts=True, replay=True),
     Stage("damage", "every kind of damage before a load", ("--quick", "--damage", "each")),
     Stage("short-2-2-1", "TP2 to TP2", (*SHORT, *_layout(2, 2, 1)), 2),
     Stage("short-1-2-2", "TP1 to TP2 + DCP2", (*SHORT, *_layout(1, 2, 2)), 2),
@@ -56,6 +66,9 @@ STAGES = (
     Stage("wide-1-1-1", "prompts of 16K and 32K tokens", (*WIDE,)),
     Stage("long-1-1-1", "2,000 tokens, TP1 to TP1", (*LONG, *HANDOVER)),
     Stage("long-drafts", "2,000 tokens, MTP drafts, use_replayssm", (*LONG, *HANDOVER), drafts=True),
+    Stage(
+        "long-replay", "2,000 tokens, drafts folded (ReplaySSM)", (*TWO, *HANDOVER), drafts=True, replay=True
+    ),
     Stage("long-2-2-1", "2,000 tokens, TP2 to TP2", (*LONG, *HANDOVER, *_layout(2, 2, 1)), 2),
     Stage("long-2-2-2", "2,000 tokens, TP2 to TP2 + DCP2", (*LONG, *HANDOVER, *_layout(2, 2, 2)), 2),
 )

@@ -110,3 +110,17 @@ def test_a_failed_stage_fails_the_command(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     result.write_text(json.dumps({**PASSED, "passed": False, "different": 1}))
     assert row(STAGES[0], result).endswith("FAILED")
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_folds_drafts_in_every_process_or_in_none(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DELTASERVE_REPLAY_SSM", raising=False)
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "replay=$DELTASERVE_REPLAY_SSM"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert command_line.run(stage, [], tmp_path / "log", 20, tmp_path).startswith("exit code 0")
+    assert (tmp_path / "log").read_text() == f"replay={'1' if stage.name.endswith('-replay') else ''}\n"
+    assert not stage.replay or stage.drafts, "without drafts there is nothing to fold"
