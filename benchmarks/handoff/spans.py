@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from benchmarks.intervals import covered
 from statestore.connector.cache_view import CacheView
 
 POOL_STAGES = {
@@ -68,15 +69,6 @@ class Spans:
         for stage, began, ended in spans:
             by_stage.setdefault(stage, []).append((began, ended))
         return {stage: covered(parts) for stage, parts in by_stage.items()}
-
-
-def covered(parts: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for began, ended in sorted(parts):
-        total += max(0.0, ended - max(began, reached))
-        reached = max(reached, ended)
-    return total
 
 
 class TimedPool:
