@@ -79,16 +79,72 @@ class Workspace:
         """The decay of the whole fold, then the pending keys decayed to its end."""
 
 
-def _check(
-    x: Tensor,
-    conv_weight: Tensor,
-    conv_cache: Tensor,
-    state: Tensor,
-    records: WindowRecords,
-    plan: WindowPlan,
-    workspace: Workspace | None,
-    config: KernelConfig,
-) -> None:
+@dataclass(frozen=True)
+class _Step:
+    """What one layer's step is given; names and shapes as in ``torch_path.advance_window``."""
+
+    x: Tensor
+    conv_weight: Tensor
+    conv_cache: Tensor
+    raw_g: Tensor
+    raw_beta: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None
+    state: Tensor
+    records: WindowRecords
+    plan: WindowPlan
+    out: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.state.shape[1]
+
+    @property
+    def windows(self) -> int:
+        return self.plan.slots.shape[0]
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The arguments that every kernel that prepares windows begins with."""
+        plan = self.plan
+        return (
+            self.x, self.conv_weight, self.conv_cache, self.raw_g, self.raw_beta, self.a_log, self.dt_bias,
+            self.records.key_gate, plan.cu_seqlens, plan.slots, plan.read_rows, plan.write_rows, plan.pending,
+            plan.write_at, plan.conv_first,
+        )  # fmt: skip
+
+    @property
+    def input_strides(self) -> tuple[int, ...]:
+        """Of the convolution's cache (slot, column, channel), the gates, the betas, and the records of k and g."""
+        return (
+            self.conv_cache.stride(0), self.conv_cache.stride(2), self.conv_cache.stride(1),
+            self.raw_g.stride(-3), self.raw_beta.stride(-2),
+            self.records.key_gate.stride(0), self.records.key_gate.stride(1),
+        )  # fmt: skip
+
+    @property
+    def gate_bound(self) -> float:
+        """What a kernel is given as ``lower_bound``, also where BOUNDED is False."""
+        return 0.0 if self.lower_bound is None else self.lower_bound
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments of every kernel that prepares windows."""
+        width = self.conv_weight.shape[1]
+        return {
+            "K": HEAD_DIM,
+            "V": HEAD_DIM,
+            "TP": TILE,
+            "WIDTH": width,
+            "DROP": width - 1 + self.plan.window - self.conv_cache.shape[2],
+            "BOUNDED": self.lower_bound is not None,
+        }
+
+
+def _check(step: _Step, workspace: Workspace | None, config: KernelConfig) -> None:
+    x, state, records, plan = step.x, step.state, step.records, step.plan
+    conv_weight, conv_cache = step.conv_weight, step.conv_cache
     value_dim, key_dim = state.shape[2:]
     if key_dim != HEAD_DIM or value_dim != HEAD_DIM:
         raise ValueError(
@@ -147,137 +203,62 @@ def advance_window(
     not take.
     """
     config = config or choose(records.u.shape[2])
-    _check(x, conv_weight, conv_cache, state, records, plan, workspace, config)
-    inputs = (x, conv_weight, conv_cache, raw_g, raw_beta)
-    gate: dict[str, Any] = {"a_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    step = _Step(
+        x, conv_weight, conv_cache, raw_g, raw_beta, a_log, dt_bias, lower_bound, state, records, plan, out
+    )  # fmt: skip
+    _check(step, workspace, config)
     if workspace is None or config.kernel == "fused":
-        _launch_fused(*inputs, **gate, state=state, records=records, plan=plan, out=out, config=config)
+        _launch_fused(step, config)
         return
-    _launch_prepare(*inputs, **gate, records=records, plan=plan, workspace=workspace, config=config)
-    _launch_advance(state, records, plan, workspace, out, config)
+    _launch_prepare(step, workspace, config)
+    _launch_advance(step, workspace, config)
 
 
-def _launch_fused(
-    x: Tensor,
-    conv_weight: Tensor,
-    conv_cache: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    *,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    state: Tensor,
-    records: WindowRecords,
-    plan: WindowPlan,
-    out: Tensor,
-    config: KernelConfig,
-) -> None:
+def _launch_fused(step: _Step, config: KernelConfig) -> None:
     """The whole step in one launch, a program a (request, head)."""
     from decode_worker.replay_ssm import gluon_kernels
 
-    heads = state.shape[1]
     options: dict[str, Any] = {"num_warps": config.warps, "NW": config.warps, "PDL": config.overlap}
     if config.overlap:
         options["launch_pdl"] = True
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    gluon_kernels.advance_window[(plan.slots.shape[0] * heads,)](
-        x, conv_weight, conv_cache, raw_g, raw_beta, a_log, dt_bias,
-        records.key_gate, plan.cu_seqlens, plan.slots, plan.read_rows, plan.write_rows, plan.pending, plan.write_at,
-        plan.conv_first, state, records.u, out, 0.0 if lower_bound is None else lower_bound, plan.flush_at,
-        x.stride(0), conv_weight.stride(1), conv_cache.stride(0), conv_cache.stride(2), conv_cache.stride(1),
-        raw_g.stride(-3), raw_beta.stride(-2), records.key_gate.stride(0), records.key_gate.stride(1),
-        state.stride(0), records.u.stride(0), records.u.stride(1), out.stride(-3), heads,
-        K=HEAD_DIM, V=HEAD_DIM, BV=16 * config.warps, TP=TILE, WIDTH=conv_weight.shape[1],
-        DROP=conv_weight.shape[1] - 1 + plan.window - conv_cache.shape[2],
-        BOUNDED=lower_bound is not None, POLICY="evict_first" if config.first_out else "", **options,
+    u, out = step.records.u, step.out
+    gluon_kernels.advance_window[(step.windows * step.heads,)](
+        *step.inputs, step.state, u, out, step.gate_bound, step.plan.flush_at,
+        step.x.stride(0), step.conv_weight.stride(1), *step.input_strides,
+        step.state.stride(0), u.stride(0), u.stride(1), out.stride(-3), step.heads,
+        **step.constants, BV=16 * config.warps, POLICY="evict_first" if config.first_out else "", **options,
     )  # fmt: skip
 
 
-def _launch_prepare(
-    x: Tensor,
-    conv_weight: Tensor,
-    conv_cache: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    *,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    records: WindowRecords,
-    plan: WindowPlan,
-    workspace: Workspace,
-    config: KernelConfig,
-) -> None:
+def _launch_prepare(step: _Step, workspace: Workspace, config: KernelConfig) -> None:
     """The first launch: convolution and its columns, gates, triangle, pending keys. One program a (request, head)."""
-    heads = raw_g.shape[-2]
-    width = conv_weight.shape[1]
-    grid = (plan.slots.shape[0] * heads,)
-    tensors = (
-        x, conv_weight, conv_cache, raw_g, raw_beta, a_log, dt_bias,
-        records.key_gate, plan.cu_seqlens, plan.slots, plan.read_rows, plan.write_rows, plan.pending, plan.write_at,
-        plan.conv_first, workspace.rows, workspace.values, workspace.triangle, workspace.keys,
-        0.0 if lower_bound is None else lower_bound,
-    )  # fmt: skip
-    strides = (
-        conv_cache.stride(0), conv_cache.stride(2), conv_cache.stride(1), raw_g.stride(-3), raw_beta.stride(-2),
-        records.key_gate.stride(0), records.key_gate.stride(1), heads,
-    )  # fmt: skip
-    options: dict[str, Any] = {"launch_pdl": True} if config.overlap else {}
     from decode_worker.replay_ssm import triton_kernels
 
-    triton_kernels.prepare_window[grid](
-        *tensors,
-        x.stride(0),
-        conv_weight.stride(0),
-        conv_weight.stride(1),
-        *strides,
-        K=HEAD_DIM,
-        V=HEAD_DIM,
-        TP=TILE,
-        RP=workspace.records,
-        WIDTH=width,
-        DROP=width - 1 + plan.window - conv_cache.shape[2],
-        BOUNDED=lower_bound is not None,
-        PDL=config.overlap,
-        num_warps=4,
-        **options,
-    )
-
-
-def _launch_advance(
-    state: Tensor,
-    records: WindowRecords,
-    plan: WindowPlan,
-    workspace: Workspace,
-    out: Tensor,
-    config: KernelConfig,
-) -> None:
-    """The second launch: fold, write the state where it is due, verify, leave the corrections."""
-    heads = state.shape[1]
-    tiles = plan.slots.shape[0] * heads * (HEAD_DIM // config.value_tile)
-    arguments = (
-        state, records.u, workspace.rows, workspace.values, workspace.triangle, workspace.keys, out,
-        plan.cu_seqlens, plan.slots, plan.read_rows, plan.write_rows, plan.pending, plan.write_at, plan.flush_at,
-        state.stride(0), records.u.stride(0), records.u.stride(1), out.stride(-3), heads,
+    options: dict[str, Any] = {"launch_pdl": True} if config.overlap else {}
+    triton_kernels.prepare_window[(step.windows * step.heads,)](
+        *step.inputs, workspace.rows, workspace.values, workspace.triangle, workspace.keys, step.gate_bound,
+        step.x.stride(0), step.conv_weight.stride(0), step.conv_weight.stride(1), *step.input_strides, step.heads,
+        **step.constants, RP=workspace.records, PDL=config.overlap, num_warps=4, **options,
     )  # fmt: skip
-    options: dict[str, Any] = {
-        "K": HEAD_DIM,
-        "V": HEAD_DIM,
-        "BV": config.value_tile,
-        "TP": TILE,
-        "RP": workspace.records,
-        "PDL": config.overlap,
-        "num_warps": config.warps,
-    }
-    if config.overlap:
-        options["launch_pdl"] = True
+
+
+def _launch_advance(step: _Step, workspace: Workspace, config: KernelConfig) -> None:
+    """The second launch: fold, write the state where it is due, verify, leave the corrections."""
+    from decode_worker.replay_ssm import triton_kernels
+
+    state, u, out, plan = step.state, step.records.u, step.out, step.plan
+    options: dict[str, Any] = {"launch_pdl": True} if config.overlap else {}
     if config.registers is not None:
         options["maxnreg"] = config.registers
-    from decode_worker.replay_ssm import triton_kernels
-
-    triton_kernels.advance_state[(tiles,)](*arguments, DOT=config.dot, **options)
+    triton_kernels.advance_state[(step.windows * step.heads * (HEAD_DIM // config.value_tile),)](
+        state, u, workspace.rows, workspace.values, workspace.triangle, workspace.keys, out,
+        plan.cu_seqlens, plan.slots, plan.read_rows, plan.write_rows, plan.pending, plan.write_at, plan.flush_at,
+        state.stride(0), u.stride(0), u.stride(1), out.stride(-3), step.heads,
+        DOT=config.dot, K=HEAD_DIM, V=HEAD_DIM, BV=config.value_tile, TP=TILE, RP=workspace.records,
+        PDL=config.overlap, num_warps=config.warps, **options,
+    )  # fmt: skip
 
 
 def flush_pending(
