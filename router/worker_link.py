@@ -248,11 +248,11 @@ class WorkerLink:
             )
 
     async def _write(self, call: Any) -> None:
-        queue = self._queue
+        queue, bundles = self._queue, self.description.bundles
         try:
             while True:
                 while queue:
-                    await call.write(queue.popleft())
+                    await call.write(codec.bundled(queue) if bundles else queue.popleft())
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -37,6 +37,8 @@ EXACT_AIM, PAUSE_AIM = 0.99, 1.5
 PREFILL_EVERY = 4
 """Of so many kills, one is of the prefill worker, in the middle of the prompts."""
 READY_SECONDS = 300.0
+_OF_A_MOVE = ("longest_pause", "route", "failure", "detail", "from_store", "recomputed", "attempts")
+"""What the file keeps of a moved stream's trace, beside the longest gap between its chunks: why a pause was long."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,9 +78,10 @@ def victim(cluster: Cluster, stream: Stream) -> str:
     return next(name for name, status in cluster.statuses.items() if status.address == address)
 
 
-def pause(stream: Stream, trace: dict[str, Any]) -> float:
-    """Seconds without anything: as the client saw it, or between tokens where these come in few chunks (tool calls)."""
-    return max(stream.gap, float(trace.get("longest_pause", 0.0)))
+def pause(stream: Stream, trace: dict[str, Any], moment: float) -> float:
+    """Seconds without anything around the kill: as the client saw it, or between tokens where these come in few chunks
+    (tool calls). Tokens without text make a client's gap longer than the pause; they do so without a kill as well."""
+    return max(stream.gap_at(moment), float(trace.get("longest_pause", 0.0)))
 
 
 def kill_once(
@@ -98,6 +101,7 @@ def kill_once(
         started({aim: running[aim]}, 1 + int(point * max(0, expected[aim].chunks - 3)))
         name = victim(cluster, running[aim])
     cluster.kill(name)
+    moment = time.monotonic()
     finish(threads)
     traces = {
         kind: fetch(cluster.endpoint, f"/deltaserve/requests/{stream.id}") for kind, stream in running.items()
@@ -108,7 +112,11 @@ def kill_once(
         "load": os.getloadavg()[0],
         "hit": moved or sorted(kind for kind, trace in traces.items() if trace.get("failure")),
         "wrong": differences(running, expected),
-        "pauses": {kind: pause(running[kind], traces[kind]) for kind in moved},
+        "pauses": {kind: pause(running[kind], traces[kind], moment) for kind in moved},
+        "moves": {
+            kind: {"chunks": running[kind].gap, **{name: traces[kind].get(name) for name in _OF_A_MOVE}}
+            for kind in moved
+        },
     }
 
 
@@ -131,6 +139,7 @@ def hang_once(cluster: Cluster, expected: dict[str, Stream], running: dict[str, 
     started(running, 12)
     name = victim(cluster, running["greedy"])
     cluster.kill(name, signal.SIGSTOP)
+    moment = time.monotonic()
     threading.Timer(20, cluster.kill, (name, signal.SIGCONT)).start()
     finish(threads)
     traces = {
@@ -142,7 +151,7 @@ def hang_once(cluster: Cluster, expected: dict[str, Stream], running: dict[str, 
         "worker": name,
         "hit": moved,
         "wrong": differences(running, expected),
-        "pauses": {kind: pause(running[kind], traces[kind]) for kind in moved},
+        "pauses": {kind: pause(running[kind], traces[kind], moment) for kind in moved},
     }
 
 

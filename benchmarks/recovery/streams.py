@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 SCHEMA = {
@@ -36,6 +37,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 CHATS = frozenset({"chat", "tools"})
 """Kinds that are chat completions; the others are completions of a prompt of token ids."""
+SOON = 0.5
+"""Seconds in which a killed worker's last chunks have come."""
 SECONDS = 300.0
 """A stream without an event for so long has failed."""
 
@@ -59,6 +62,8 @@ class Stream:
     """Finish reasons and [DONE], in their order."""
     gap: float = 0.0
     """Longest time between two chunks, seconds."""
+    times: list[float] = field(default_factory=list)
+    """When its chunks came; the monotonic clock's seconds."""
     chunks: int = 0
     error: str = ""
 
@@ -66,6 +71,17 @@ class Stream:
     def outcome(self) -> tuple[str, list[int], int, list[str], str]:
         """What must be the same with and without a kill."""
         return self.text, self.tokens, self.counted, self.ends, self.error
+
+    def gap_at(self, moment: float) -> float:
+        """Longest time between two chunks, of those that were under way at the moment or began soon after it."""
+        return max(
+            (
+                after - before
+                for before, after in pairwise(self.times)
+                if before <= moment + SOON and after >= moment
+            ),
+            default=0.0,
+        )
 
     def start(self) -> threading.Thread:
         """Read it in a thread."""
@@ -88,6 +104,7 @@ class Stream:
                     if last and self.chunks > 1:
                         self.gap = max(self.gap, now - last)
                     last = now
+                    self.times.append(now)
                     self._take(line.removeprefix(b"data: ").strip())
         except OSError as error:
             self.error = self.error or f"{type(error).__name__}: {error}"

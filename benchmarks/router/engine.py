@@ -97,7 +97,12 @@ class Worker(WorkerServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.WorkerDescription:
         return pb.WorkerDescription(
-            worker_id=WORKER_ID, role="decode", model_digest=DIGEST, max_model_len=16384, max_num_seqs=4096
+            worker_id=WORKER_ID,
+            role="decode",
+            model_digest=DIGEST,
+            max_model_len=16384,
+            max_num_seqs=4096,
+            bundles=True,
         )
 
     async def Engine(
@@ -115,14 +120,15 @@ class Worker(WorkerServicer):
 
     @staticmethod
     async def _read(requests: AsyncIterator[pb.ToWorker], steps: Steps) -> None:
-        async for message in requests:
-            if message.HasField("add"):
-                add = message.add
-                limit = codec.decode_sampling(add.sampling).max_tokens or 16
-                steps.add(Request(add.id, limit, len(add.prompt)))
-            elif message.HasField("abort"):
-                for leg in message.abort.ids:
-                    steps.running.pop(leg, None)
+        async for some in requests:
+            for message in codec.unbundled(some):
+                if message.HasField("add"):
+                    add = message.add
+                    limit = codec.decode_sampling(add.sampling).max_tokens or 16
+                    steps.add(Request(add.id, limit, len(add.prompt)))
+                elif message.HasField("abort"):
+                    for leg in message.abort.ids:
+                        steps.running.pop(leg, None)
 
 
 class Core:

@@ -168,13 +168,20 @@ class WorkerService(WorkerServicer):
 
     # ---- the life of a job
 
-    async def _start(self, stream: RouterStream, add: pb.Add) -> None:
-        assert self._host is not None
-        assert self._role is not None
+    def _begin(self, stream: RouterStream, add: pb.Add) -> Job:
+        """A job that the next message may abort already."""
         job = Job(key=f"{stream.name}-{add.id}", add=add, stream=stream)
         stream.jobs[add.id] = job
         self._jobs[job.key] = job
         self._observe(job)
+        return job
+
+    async def _start(self, job: Job) -> None:
+        assert self._host is not None
+        assert self._role is not None
+        if job.ended:  # its abort was in the same bundle
+            return
+        add = job.add
         with about(client_id(add.request_id)):
             try:
                 request = await self._role.prepare(job)
@@ -295,21 +302,25 @@ class WorkerService(WorkerServicer):
 
     async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.ToWorker]) -> None:
         try:
-            async for message in requests:
-                kind = message.WhichOneof("body")
-                if kind == "add":
-                    self._spawn(self._start(stream, message.add))
-                elif kind == "abort":
-                    self._abort(stream, list(message.abort.ids))
-                elif kind == "release":
-                    boundaries = list(message.release.boundaries)
-                    stream.boundaries.difference_update(boundaries)
-                    self._spawn(self._role_release(boundaries))
+            async for some in requests:
+                for message in codec.unbundled(some):
+                    self._take(stream, message)
         finally:
             # Half-closed by the router, or broken: either way nothing more will come.
             stream.closed = True
             if not stream.queue.full():
                 stream.queue.put_nowait(None)
+
+    def _take(self, stream: RouterStream, message: pb.ToWorker) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "add":
+            self._spawn(self._start(self._begin(stream, message.add)))
+        elif kind == "abort":
+            self._abort(stream, list(message.abort.ids))
+        elif kind == "release":
+            boundaries = list(message.release.boundaries)
+            stream.boundaries.difference_update(boundaries)
+            self._spawn(self._role_release(boundaries))
 
     async def _role_release(self, boundaries: list[str]) -> None:
         assert self._role is not None

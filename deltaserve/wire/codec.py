@@ -20,6 +20,7 @@ vLLM's structs are arrays in msgpack and grow at their end, so 0.32.0 and 0.33.0
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -53,6 +54,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),
 ]
 """For a worker's server: allows the pings above, which gRPC's defaults punish by closing the connection."""
+
+BUNDLE_MESSAGES, BUNDLE_BYTES = 64, 1 << 20
+"""A bundle has at most so many messages, and not another one once it has so many bytes."""
 
 _FINISHED = {reason: 1 + int(reason) for reason in FinishReason}
 _REASON: list[FinishReason | None] = [None, *FinishReason]
@@ -128,6 +132,23 @@ def decode_add(add: pb.Add, request_id: str) -> EngineCoreRequest:
         reasoning_ended=add.reasoning_ended if add.HasField("reasoning_ended") else None,
         reasoning_parser_kwargs=msgspec.msgpack.decode(add.reasoning) if add.reasoning else None,
     )
+
+
+def bundled(queue: deque[pb.ToWorker]) -> pb.ToWorker:
+    """Take from the queue, which is not empty, what one message carries: its head, or a bundle that begins with it."""
+    first = queue.popleft()
+    if not queue:
+        return first
+    messages, size = [first], first.ByteSize()
+    while queue and len(messages) < BUNDLE_MESSAGES and size < BUNDLE_BYTES:
+        messages.append(queue.popleft())
+        size += messages[-1].ByteSize()
+    return pb.ToWorker(bundle=pb.Bundle(messages=messages)) if len(messages) > 1 else first
+
+
+def unbundled(message: pb.ToWorker) -> Sequence[pb.ToWorker]:
+    """The messages of a bundle; of another message, that one."""
+    return message.bundle.messages if message.WhichOneof("body") == "bundle" else (message,)
 
 
 def _rare(output: EngineCoreOutput) -> EngineCoreOutput | None:

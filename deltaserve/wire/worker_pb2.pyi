@@ -11,7 +11,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "state_bytes", "token_bytes", "capabilities", "reasoning_parser")
+    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "state_bytes", "token_bytes", "capabilities", "reasoning_parser", "bundles")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class WorkerDescription(_message.Message):
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
+    BUNDLES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     model_digest: str
@@ -42,17 +43,26 @@ class WorkerDescription(_message.Message):
     token_bytes: int
     capabilities: str
     reasoning_parser: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., state_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ..., capabilities: _Optional[str] = ..., reasoning_parser: _Optional[str] = ...) -> None: ...
+    bundles: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., state_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ..., capabilities: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., bundles: _Optional[bool] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("add", "abort", "release")
+    __slots__ = ("add", "abort", "release", "bundle")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
     add: Add
     abort: Abort
     release: Release
-    def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    bundle: Bundle
+    def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bundle: _Optional[_Union[Bundle, _Mapping]] = ...) -> None: ...
+
+class Bundle(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ToWorker]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ToWorker, _Mapping]]] = ...) -> None: ...
 
 class Add(_message.Message):
     __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout", "history", "traceparent", "reasoning_ended", "reasoning")

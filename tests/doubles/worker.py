@@ -91,6 +91,9 @@ class WorkerDouble(WorkerServicer):
         self.aborted: list[int] = []
         self.released: list[str] = []
         self.steps_sent = 0
+        self.bundles = True
+        self.messages = 0
+        """That came, bundles as one."""
         self._streams: list[_Stream] = []
         self._server: Any = None
 
@@ -134,6 +137,7 @@ class WorkerDouble(WorkerServicer):
             state_bytes=1_500_000,
             token_bytes=4_600,
             segment=f"segment-of-{self.worker_id}",
+            bundles=self.bundles,
         )
 
     async def Engine(
@@ -151,22 +155,27 @@ class WorkerDouble(WorkerServicer):
             self._streams.remove(stream)
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[pb.ToWorker]) -> None:
-        async for message in requests:
-            kind = message.WhichOneof("body")
-            if kind == "add":
-                self._add(stream, message.add)
-            elif kind == "abort":
-                for leg in message.abort.ids:
-                    self.aborted.append(leg)
-                    stream.running.pop(leg, None)
-                    task = stream.publishing.pop(leg, None)
-                    if task is not None and not self.knobs.mute_publish:
-                        pass  # the write is under way: it ends, and the boundary is reported
-                    elif task is not None:
-                        task.cancel()
-            elif kind == "release":
-                self.released.extend(message.release.boundaries)
-                stream.boundaries.difference_update(message.release.boundaries)
+        async for some in requests:
+            self.messages += 1
+            for message in codec.unbundled(some):
+                self._take(stream, message)
+
+    def _take(self, stream: _Stream, message: pb.ToWorker) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "add":
+            self._add(stream, message.add)
+        elif kind == "abort":
+            for leg in message.abort.ids:
+                self.aborted.append(leg)
+                stream.running.pop(leg, None)
+                task = stream.publishing.pop(leg, None)
+                if task is not None and not self.knobs.mute_publish:
+                    pass  # the write is under way: it ends, and the boundary is reported
+                elif task is not None:
+                    task.cancel()
+        elif kind == "release":
+            self.released.extend(message.release.boundaries)
+            stream.boundaries.difference_update(message.release.boundaries)
 
     def _add(self, stream: _Stream, add: pb.Add) -> None:
         self.adds.append(add)

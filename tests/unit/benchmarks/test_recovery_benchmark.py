@@ -137,6 +137,14 @@ def test_who_has_the_stream_is_killed(monkeypatch: pytest.MonkeyPatch, status: s
 
 
 def test_a_pause_that_falls_between_two_chunks_of_a_tool_call_counts() -> None:
-    assert benchmark.pause(Stream("", {}, gap=0.0), {"longest_pause": 1.5}) == 1.5
-    assert benchmark.pause(Stream("", {}, gap=2.0), {"longest_pause": 1.5}) == 2.0
-    assert benchmark.pause(Stream("", {}, gap=2.0), {}) == 2.0
+    assert benchmark.pause(Stream("", {}, times=[4.0, 5.0]), {"longest_pause": 1.5}, 4.5) == 1.5
+    assert benchmark.pause(Stream("", {}, times=[4.0, 6.0]), {"longest_pause": 1.5}, 4.5) == 2.0
+    assert benchmark.pause(Stream("", {}, times=[4.0, 6.0]), {}, 4.5) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("moment", "expected"), [(1.5, 3.0), (2.5, 3.0), (0.9, 1.0), (4.9, 3.0), (5.1, 0.2), (9.0, 0.0)]
+)
+def test_a_gap_elsewhere_in_the_stream_is_no_pause(moment: float, expected: float) -> None:
+    stream = Stream("", {}, times=[0.0, 1.0, 2.0, 5.0, 5.2], gap=3.0)
+    assert stream.gap_at(moment) == pytest.approx(expected)

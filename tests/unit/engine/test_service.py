@@ -224,6 +224,22 @@ async def test_an_abort_reaches_the_engine_and_ends_the_job() -> None:
         call.cancel()
 
 
+async def test_a_bundle_is_read_in_its_order_and_an_abort_finds_what_came_with_it() -> None:
+    async with rig() as r:
+        r.attach()
+        call = r.stub.Engine()
+        abort = pb.ToWorker(abort=pb.Abort(ids=[2]))
+        release = pb.ToWorker(release=pb.Release(boundaries=["x"]))
+        messages = [add(1, [5]), add(2, [6]), abort, add(3, [7]), release]
+        await call.write(pb.ToWorker(bundle=pb.Bundle(messages=messages)))
+        await r.added(2)
+        await until(lambda: r.role.released == ["x"])
+        assert [request.prompt_token_ids for request in r.host.added] == [[5], [7]]
+        assert r.role.ended == [(2, "aborted")]
+        assert r.service.job_count == 2
+        call.cancel()
+
+
 async def test_a_lost_router_loses_its_requests_and_boundaries_only() -> None:
     async with rig() as r:
         r.attach()

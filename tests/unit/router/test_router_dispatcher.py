@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
@@ -519,6 +520,25 @@ async def test_a_reader_that_stalls_holds_the_workers_back(monkeypatch: pytest.M
         assert len(c.dispatcher._outbox) <= 5
         stalled.set()
         assert (await c.finish(name))[0] == expected_tokens(PROMPT, 500)
+
+
+@pytest.mark.parametrize("bundles", [True, False])
+async def test_requests_that_come_together_share_a_message_where_the_worker_reads_bundles(
+    bundles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = WorkerDouble.Describe
+
+    async def described(self: WorkerDouble, request: Any, context: Any) -> Any:
+        self.bundles = bundles  # an older worker does not say that it does
+        return await describe(self, request, context)
+
+    monkeypatch.setattr(WorkerDouble, "Describe", described)
+    async with cluster(prefill=0) as c:
+        names = [c.add([1, 2, number]) for number in range(20)]
+        for number, name in enumerate(names):
+            assert await c.finish(name) == (expected_tokens([1, 2, number], 6), FinishReason.LENGTH)
+        assert [list(add.prompt)[2] for add in c.decode.adds] == list(range(20))
+        assert (c.decode.messages < 4) if bundles else (c.decode.messages >= 20)
 
 
 async def test_closing_ends_what_is_in_flight() -> None:

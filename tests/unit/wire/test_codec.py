@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
@@ -184,3 +186,31 @@ def test_where_reasoning_ends_is_kept(ended: bool | None, kwargs: dict[str, obje
     add.sampling = codec.encode_sampling(SamplingParams())
     found = codec.decode_add(add, "r")
     assert (found.reasoning_ended, found.reasoning_parser_kwargs) == (ended, kwargs)
+
+
+def _aborts(*legs: int, size: int = 1) -> deque[pb.ToWorker]:
+    return deque(pb.ToWorker(abort=pb.Abort(ids=[leg] * size)) for leg in legs)
+
+
+def test_what_is_ready_together_is_one_message_and_keeps_its_order() -> None:
+    queue = _aborts(*range(1, codec.BUNDLE_MESSAGES + 2))
+    sent = pb.ToWorker.FromString(codec.bundled(queue).SerializeToString())
+    found = [message.abort.ids[0] for message in codec.unbundled(sent)]
+    assert found == list(range(1, codec.BUNDLE_MESSAGES + 1))
+    assert [message.abort.ids[0] for message in queue] == [codec.BUNDLE_MESSAGES + 1], "a bundle is bounded"
+
+
+def test_a_message_by_itself_is_no_bundle() -> None:
+    queue = _aborts(7)
+    message = codec.bundled(queue)
+    assert message.WhichOneof("body") == "abort"
+    assert not queue
+    assert codec.unbundled(message) == (message,)
+
+
+def test_a_bundle_ends_with_the_message_that_fills_it() -> None:
+    queue = _aborts(1, 2, 3, size=codec.BUNDLE_BYTES)
+    assert codec.bundled(queue).WhichOneof("body") == "abort"
+    assert len(queue) == 2
+    queue = _aborts(1, 2, 3, size=codec.BUNDLE_BYTES * 2 // 3)
+    assert len(codec.unbundled(codec.bundled(queue))) == 2
