@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a small checkpoint with random weights in the form of K3's text model or of Kimi-Linear.
+"""Write a checkpoint with random weights in the form of K3's text model or of Kimi-Linear.
 
-For shapes that the demonstration model does not have: other head counts, the low-rank gate, bf16 weights. Such a model
-runs every kernel but proves nothing about state: it tends to repeat one token whatever its state holds. The tokenizer
-works on bytes and needs no training data.
+For shapes that the demonstration model does not have: other head counts, the low-rank gate, bf16 weights, the
+configuration files of published models. The same arguments give the same bytes, so such a model is made where it is
+needed (`--preset` names the shapes of benchmarks/cluster). It runs every kernel but proves little about state: it tends
+to repeat one token whatever its state holds. The tokenizer works on bytes and needs no training data.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,44 +20,35 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-Form = Literal["k3", "kimi-linear"]
+from models.random_config import CONV_WIDTH, Form, Shape, document
 
 CHAT_TEMPLATE = "{{ '<bos>' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-_CONV_WIDTH = 4
-_SITU_BETA, _SITU_LINEAR_BETA = 4.0, 25.0
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one model; every field is a count of features unless it says otherwise."""
-
-    form: Form
-    layers: int
-    heads: int
-    head_dim: int
-    """Key and value size of a KDA head."""
-    hidden: int
-    vocab: int
-    experts: int
-    experts_per_token: int
-    expert_hidden: int
-    max_length: int
-    """Context length in tokens."""
-    mla_every: int
-    """One layer in so many is MLA (the last of each group)."""
-    mla_head_dim: int
-    """Size of an MLA head's value and of its key without the rotary part."""
-    rope_dim: int = 64
-    kv_lora_rank: int = 512
-
-    def is_kda(self, layer: int) -> bool:
-        return (layer + 1) % self.mla_every != 0
-
-    @property
-    def latent(self) -> int:
-        """What the routed experts work on: K3 projects down to half, Kimi-Linear does not."""
-        return self.hidden // 2 if self.form == "k3" else self.hidden
+_GPU: dict[str, Any] = {
+    "layers": 8,
+    "heads": 24,
+    "head_dim": 128,
+    "hidden": 1024,
+    "dtype": "bfloat16",
+    "experts": 16,
+    "expert_hidden": 256,
+    "max_length": 33792,
+    "mla_head_dim": 128,
+    "peaked": True,
+}
+_SMALL: dict[str, Any] = {"max_length": 33792, "peaked": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "k3": {"form": "k3", **_GPU},
+    "kimi-linear": {"form": "kimi-linear", **_GPU},
+    "k3-published": {"form": "k3", "published": True, **_GPU},
+    "kimi-linear-published": {"form": "kimi-linear", "published": True, **_GPU},
+    "k3-small": {"form": "k3", **_SMALL},
+    "kimi-linear-small": {"form": "kimi-linear", **_SMALL},
+    "k3-published-small": {"form": "k3", "published": True, **_SMALL},
+    "kimi-linear-published-small": {"form": "kimi-linear", "published": True, **_SMALL},
+}
+"""Arguments of `write_random_model` by name: eight layers of 24 heads for GPUs, four of four heads for CPUs (small)."""
 
 
 class _Weights:
@@ -77,76 +69,11 @@ class _Weights:
         self.tensors[f"{name}.weight"] = (1 + 0.1 * self.normal(dim)).to(self.dtype)
 
 
-def _config(s: Shape, dtype: str) -> dict[str, Any]:
-    k3 = s.form == "k3"
-    linear_attention: dict[str, Any] = {
-        "kda_layers": [i + 1 for i in range(s.layers) if s.is_kda(i)],
-        "full_attn_layers": [i + 1 for i in range(s.layers) if not s.is_kda(i)],
-        "num_heads": s.heads,
-        "head_dim": s.head_dim,
-        "short_conv_kernel_size": _CONV_WIDTH,
-    }
-    config: dict[str, Any] = {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "torch_dtype": dtype,
-        "vocab_size": s.vocab,
-        "hidden_size": s.hidden,
-        "intermediate_size": 2 * s.hidden,
-        "num_hidden_layers": s.layers,
-        "num_attention_heads": s.heads,
-        "num_key_value_heads": s.heads,
-        "head_dim": s.mla_head_dim + s.rope_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "num_experts": s.experts,
-        "num_experts_per_token": s.experts_per_token,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": s.expert_hidden,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "use_grouped_topk": True,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": s.kv_lora_rank,
-        "qk_nope_head_dim": s.mla_head_dim,
-        "qk_rope_head_dim": s.rope_dim,
-        "v_head_dim": s.mla_head_dim,
-        "mla_use_nope": True,
-        "max_position_embeddings": s.max_length,
-        "model_max_length": s.max_length,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "min_moe_intermediate_per_partition": 32,
-        "linear_attn_config": linear_attention,
-    }
-    if k3:
-        config |= {
-            "hidden_act": "situ",
-            "activation_situ_beta": _SITU_BETA,
-            "activation_situ_linear_beta": _SITU_LINEAR_BETA,
-            "q_lora_rank": s.hidden // 2,
-            "mla_use_output_gate": True,
-            "attn_res_block_size": min(4, s.layers),
-            "routed_expert_hidden_size": s.latent,
-            "latent_moe_use_norm": True,
-        }
-        linear_attention |= {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
-    return config
-
-
 def _kda_layer(w: _Weights, name: str, s: Shape) -> None:
     width = s.heads * s.head_dim
     for part in "qkv":
         w.linear(f"{name}.{part}_proj", width, s.hidden)
-        w.tensors[f"{name}.{part}_conv1d.weight"] = (w.normal(width, 1, _CONV_WIDTH) * 0.5).to(w.dtype)
+        w.tensors[f"{name}.{part}_conv1d.weight"] = (w.normal(width, 1, CONV_WIDTH) * 0.5).to(w.dtype)
     w.tensors[f"{name}.A_log"] = torch.log(torch.rand(s.heads, generator=w.generator) * 4 + 0.05).view(
         1, 1, -1, 1
     )
@@ -199,7 +126,7 @@ def _moe(w: _Weights, name: str, s: Shape) -> None:
         w.linear(f"{name}.routed_expert_up_proj", s.hidden, s.latent)
 
 
-def _tensors(s: Shape, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors(s: Shape, seed: int, dtype: torch.dtype, peaked: bool) -> dict[str, Tensor]:
     w = _Weights(seed, dtype)
     w.tensors["model.embed_tokens.weight"] = w.normal(s.vocab, s.hidden).to(dtype)
     for i in range(s.layers):
@@ -217,6 +144,10 @@ def _tensors(s: Shape, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
                 w.linear(f"{name}.{part}_proj", 1, s.hidden)
     w.norm("model.norm", s.hidden)
     w.linear("lm_head", s.vocab, s.hidden)
+    if peaked:
+        lengths = torch.exp(1.5 * w.normal(s.vocab))
+        head = w.tensors["lm_head.weight"].float() * (8 * lengths / lengths.max()).unsqueeze(1)
+        w.tensors["lm_head.weight"] = head.to(dtype)
     if s.form == "k3":
         w.norm("model.output_attn_res_norm", s.hidden)
         w.linear("model.output_attn_res_proj", 1, s.hidden)
@@ -262,12 +193,16 @@ def write_random_model(
     max_length: int = 8192,
     mla_every: int = 4,
     mla_head_dim: int = 32,
+    peaked: bool = False,
+    published: bool = False,
 ) -> int:
     """Write a checkpoint, its config and a byte tokenizer into ``path`` (created); return the number of parameters.
 
     The same arguments give the same bytes. ``form`` "k3" has the full-rank gate with lower bound -5, the attention
     residual, SiTU and latent experts, and a low-rank MLA query; "kimi-linear" has the low-rank softplus gate and SiLU
-    experts. Layers 1..``layers`` are KDA except every ``mla_every``-th.
+    experts. Layers 1..``layers`` are KDA except every ``mla_every``-th. ``peaked``: the output head's rows differ a
+    hundredfold in length, so that two tokens are seldom nearly as likely. ``published``: config.json and the tensors'
+    names are those of published models (`models.random_config`); weights of a vision tower are not written.
 
     Raises ValueError when there is no MLA layer, the vocabulary cannot hold all bytes, or an expert is too narrow
     for vLLM's kernels.
@@ -294,9 +229,11 @@ def write_random_model(
     )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(shape, seed, getattr(torch, dtype))
+    tensors = _tensors(shape, seed, getattr(torch, dtype), peaked)
+    if published and form == "k3":
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(_config(shape, dtype), indent=1) + "\n")
+    (path / "config.json").write_text(json.dumps(document(shape, dtype, published), indent=1) + "\n")
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (path / "generation_config.json").write_text(json.dumps(special) + "\n")
     _write_tokenizer(path, vocab, max_length)
@@ -304,31 +241,28 @@ def write_random_model(
 
 
 def main() -> None:
-    """Command line: python -m models.random_model PATH [--form kimi-linear] [--heads 8] ..."""
+    """Command line: python -m models.random_model PATH [--preset k3] [--form kimi-linear] [--heads 8] ..."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(write_random_model).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("path", type=Path)
-    parser.add_argument("--form", choices=["k3", "kimi-linear"], default="k3")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    for name, value in (
-        ("layers", 4),
-        ("heads", 4),
-        ("head-dim", 32),
-        ("hidden", 128),
-        ("seed", 0),
-        ("vocab", 512),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in (
-        ("experts", 8),
-        ("experts-per-token", 2),
-        ("expert-hidden", 64),
-        ("max-length", 8192),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in (("mla-every", 4), ("mla-head-dim", 32)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    options = vars(parser.parse_args())
-    print(f"{write_random_model(**options)} parameters in {options['path']}")
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), help="arguments by name; those that are given win"
+    )
+    choices = {"form": ["k3", "kimi-linear"], "dtype": ["float32", "bfloat16"]}
+    for name, value in defaults.items():
+        flag, shown = f"--{name.replace('_', '-')}", f"default {value}"
+        if isinstance(value, bool):
+            parser.add_argument(flag, action="store_true", default=None, help=shown)
+        else:
+            parser.add_argument(flag, type=type(value), choices=choices.get(name), help=shown)
+    given = vars(parser.parse_args())
+    path, preset = given.pop("path"), given.pop("preset")
+    options = PRESETS.get(preset, {}) | {name: value for name, value in given.items() if value is not None}
+    print(f"{write_random_model(path, **options)} parameters in {path}")
 
 
 if __name__ == "__main__":

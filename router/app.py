@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from starlette.types import ASGIApp as App
 
+from deltaserve import text_form
 from deltaserve.config import RouterConfig
 from router import core_client
 from router.dispatcher import Dispatcher
@@ -31,13 +32,16 @@ def arguments(config: RouterConfig) -> Namespace:
     """vLLM's server arguments for this router."""
     name = config.model_name
     optional = []
+    published = text_form.is_published(config.model)
+    if published and config.chat_template is None and not text_form.has_chat_template(config.model):
+        optional.append("--tokenizer-mode=kimi_k3")  # as vLLM chooses by the published architecture
     if config.tool_parser:
         optional += ["--enable-auto-tool-choice", f"--tool-call-parser={config.tool_parser}"]
     if config.reasoning_parser:
         optional.append(f"--reasoning-parser={config.reasoning_parser}")
     if config.chat_template is not None:
         optional.append(f"--chat-template={config.chat_template.resolve()}")
-    return core_client.serve_args(
+    args = core_client.serve_args(
         [
             f"--model={config.model.resolve()}",
             f"--served-model-name={name}",
@@ -48,6 +52,9 @@ def arguments(config: RouterConfig) -> Namespace:
             *optional,
         ]
     )
+    if published:
+        args.hf_overrides = text_form.text_alone
+    return args
 
 
 class Front:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from deltaserve import text_form
 from deltaserve.config import WorkerConfig, draft_method
 
 CONNECTOR = "DeltaserveConnector"
@@ -57,6 +58,8 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
         # A publish names the blocks of the step that ends the prompt; a step scheduled ahead could move them.
         "async_scheduling": False,
     }
+    if text_form.is_published(config.model):
+        args["hf_overrides"] = text_form.text_alone
     if config.device == "cpu":
         args["enforce_eager"] = True
         if draft_method(config.extra_args):
@@ -115,6 +118,8 @@ def set_environment(config: WorkerConfig) -> None:
         # glibc gives every thread an arena; with Mooncake's threads that alone costs hundreds of MB.
         "MALLOC_ARENA_MAX": "4",
     }
+    if text_form.is_published(config.model):
+        defaults[text_form.VARIABLE] = "1"
     if config.device == "cpu":
         # Without it vLLM reserves CPU memory by a share of the machine before kv_cache_memory_bytes is read.
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv_cache_bytes // (1 << 30))))

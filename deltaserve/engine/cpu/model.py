@@ -7,6 +7,7 @@ where they use the SiTU gate, and the two context parallel operations that have 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from deltaserve.engine.cpu.block_copies import longest_first
 from deltaserve.engine.cpu.delta_attention import CpuK3DeltaAttention, CpuKimiLinearDeltaAttention
 from deltaserve.engine.cpu.memory import keep_freed_memory
 from deltaserve.engine.cpu.moe import situ_experts
+from deltaserve.text_form import text_weights
 
 _Experts: Any = internals.CPUUnquantizedExperts
 _SITU = internals.MoEActivation.SITU
@@ -107,3 +109,8 @@ class KimiLinearForCausalLM(internals.linear.KimiLinearForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         keep_plain_weights(self)
+
+    def load_weights(self, weights: Iterable[Any]) -> set[str]:
+        """The model's tensors, also out of a published checkpoint with a vision tower."""
+        loaded: set[str] = super().load_weights(text_weights(weights))
+        return loaded

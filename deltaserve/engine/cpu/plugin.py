@@ -8,6 +8,7 @@ for CUDA alone lies in deltaserve.engine.cuda.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 
 from deltaserve.engine.cpu.vllm_version import require_supported_version
@@ -17,6 +18,7 @@ _MODELS = {
     "KimiLinearForCausalLM": "deltaserve.engine.cpu.model:KimiLinearForCausalLM",
     "KimiK3MTPModel": "deltaserve.engine.cpu.mtp:KimiK3MTP",
 }
+_CUDA_TEXT = "deltaserve.engine.cuda.text_model:KimiLinearForCausalLM"
 
 
 def cpu_build() -> bool:
@@ -35,14 +37,20 @@ def platform() -> str | None:
 
 def register() -> None:
     """Register the model classes, install what no model class does; called by vLLM in every process it starts."""
+    from deltaserve import text_form
     from deltaserve.engine import partial_hits, resume
 
     resume.install()
     partial_hits.install()
     if not cpu_build():
-        from deltaserve.engine.cuda import replay_ssm
+        from deltaserve.engine.cuda import internal_checkpoints, replay_ssm
 
         replay_ssm.install()
+        internal_checkpoints.install()
+        if os.environ.get(text_form.VARIABLE) == "1":
+            from vllm import ModelRegistry
+
+            ModelRegistry.register_model(text_form.TEXT, _CUDA_TEXT)
         return
     from vllm.platforms import current_platform
 
