@@ -66,7 +66,9 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
         self._sched.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._sched.build_metadata(scheduler_output.num_scheduled_tokens)
+        state = getattr(scheduler_output, "kv_connector_block_state", None)
+        offers = state.boundary_state_offloads if state is not None else None
+        return self._sched.build_metadata(scheduler_output.num_scheduled_tokens, offers)
 
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta

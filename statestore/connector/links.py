@@ -5,8 +5,9 @@ A link begins where the last whole one ended. When a rank reports that it could 
 rest on it are of no use, and the next begins where the failed one began. So what is whole always joins without a gap.
 
 A checkpoint is due where a step ends on a block boundary: there the state stays in a block of its own, which the next
-step copies from and does not write to. Anywhere else the running state is overwritten in place by the next step. Plain
-arithmetic; nothing here imports vLLM.
+step copies from and does not write to. Anywhere else the running state is overwritten in place by the next step. It is
+due as well where a step has taken the state on its way, into a block of its own (inside.py). Plain arithmetic; nothing
+here imports vLLM.
 """
 
 from __future__ import annotations
@@ -86,9 +87,19 @@ class Links:
             return None
         if length is not None and computed >= length:
             return self._send(length, final=True)
-        if self.intent.checkpoint_tokens == 0 or len(self._sent) >= MAX_LINKS - 1 or computed % block:
+        return None if computed % block else self._checkpoint(computed)
+
+    def passed(self, length: int) -> Link | None:
+        """The link of a state that a step takes after `length` tokens, before its end; None when none is due. Asked
+        before `due` of the same step."""
+        if self._closed or self.intent.length is None or length >= self.intent.length:
             return None
-        return self._send(computed, final=False) if computed - self.end >= self._spacing else None
+        return self._checkpoint(length)
+
+    def _checkpoint(self, length: int) -> Link | None:
+        if self.intent.checkpoint_tokens == 0 or len(self._sent) >= MAX_LINKS - 1:
+            return None
+        return self._send(length, final=False) if length - self.end >= self._spacing else None
 
     def finish(self, computed: int) -> Link | None:
         """The final link of a publish that did not say its length; None when there is nothing new to publish."""

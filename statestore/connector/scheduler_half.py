@@ -2,9 +2,10 @@
 """The connector's scheduler half: which blocks a boundary lies in, when they are pinned, when a request may run.
 
 Publish, happy path: the request's prompt is the N-1 tokens. In a step that ends on a block boundary far enough after
-the last link, and in the step that computes the last token, `build_metadata` takes the request's block table, as the
-cache manager holds it then, into a job, and pins its blocks. The pins go when every rank has reported that link, well
-or badly. When no link is out any more and none is to come, the service hears of all of them, and commits.
+the last link, in one that takes a state on its way (inside.py), and in the step that computes the last token,
+`build_metadata` takes the request's block table, as the cache manager holds it then, into a job, and pins its blocks.
+The pins go when every rank has reported that link, well or badly. When no link is out any more and none is to come, the
+service hears of all of them, and commits.
 
 A publish without a length is the end of an answer: its one link is made when the request has ended by itself, of
 everything that has been computed (the last token has been sampled, not computed), and goes out with the next step.
@@ -24,10 +25,12 @@ the running state is the block at the position of the last computed token, and a
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statestore.connector.events import emit, show
+from statestore.connector.inside import NULL_BLOCK, Inside, Offer, last_inside
 from statestore.connector.intents import MAX_LINKS, PARAMS, Intents, LoadIntent, PublishIntent
 from statestore.connector.links import Link, Links
 from statestore.connector.messages import LoadJob, PublishJob, RankReport, RankReports, StepMetadata
@@ -37,8 +40,6 @@ from statestore.connector.pins import Pins
 __all__ = ["MAX_LINKS", "PARAMS", "Intents", "LoadIntent", "PublishIntent", "SchedulerHalf"]
 
 log = logging.getLogger(__name__)
-
-NULL_BLOCK = 0
 
 
 @dataclass
@@ -72,6 +73,7 @@ class SchedulerHalf:
         self._world_size = world_size
         self._speculative = speculative
         self._recurrent = [_is_recurrent(group.kv_cache_spec) for group in groups]
+        self._states = [number for number, state in enumerate(self._recurrent) if state]
         # One block id of an attention group stands for block_size tokens on every DCP rank; KDA state is not divided.
         self._block_tokens = [
             group.kv_cache_spec.block_size * (dcp if group.kv_cache_spec.dcp_sharded else 1)
@@ -147,8 +149,11 @@ class SchedulerHalf:
 
     # ---- publish
 
-    def build_metadata(self, scheduled: dict[str, int]) -> StepMetadata:
-        """Jobs that start with the step that schedules `scheduled[request id]` tokens."""
+    def build_metadata(
+        self, scheduled: dict[str, int], offers: Mapping[str, Sequence[Offer]] | None = None
+    ) -> StepMetadata:
+        """Jobs that start with the step that schedules `scheduled[request id]` tokens; `offers`: by request, the blocks
+        that vLLM offers of states in this step."""
         metadata = StepMetadata(publish=self._new_publishes, load=self._new_loads)
         self._new_publishes, self._new_loads = [], []
         if self._publish:
@@ -159,14 +164,29 @@ class SchedulerHalf:
                 computed = publish.request.num_computed_tokens + tokens
                 if publish.intent.length is not None and not publish.links.closed:
                     publish.passes.step(computed - tokens, tokens)
+                inside = self._inside(key, computed - tokens, computed, (offers or {}).get(key, ()))
+                if inside is not None and (link := publish.links.passed(inside.length)) is not None:
+                    metadata.publish.append(self._publish_job(key, publish.intent, link, inside))
                 link = publish.links.due(computed, self._state_tokens)
                 if link is not None:
                     metadata.publish.append(self._publish_job(key, publish.intent, link))
         return metadata
 
-    def _publish_job(self, key: str, intent: PublishIntent, link: Link) -> PublishJob:
-        blocks = self._blocks(self._cache_manager.get_block_ids(key), link.length)
-        self._pins.pin((key, link.number), key, self._spans(link.base, link.length))
+    def _inside(self, key: str, first: int, end: int, offers: Sequence[Offer]) -> Inside | None:
+        if not offers:
+            return None
+        return last_inside(offers, self._states, self._cache_manager.get_block_ids(key), first, end)
+
+    def _publish_job(
+        self, key: str, intent: PublishIntent, link: Link, inside: Inside | None = None
+    ) -> PublishJob:
+        tables = self._cache_manager.get_block_ids(key)
+        blocks, spans = self._blocks(tables, link.length, inside), self._spans(link.base, link.length)
+        if inside is not None:
+            for group, block in inside.blocks.items():
+                at = tables[group].index(block)
+                spans[group] = (at, at)
+        self._pins.pin((key, link.number), key, spans)
         show(self._worker_id, "sent", key, "publish", self._world_size)
         return PublishJob(
             key,
@@ -181,12 +201,20 @@ class SchedulerHalf:
             link.final,
         )
 
-    def _blocks(self, tables: tuple[list[int], ...], length: int) -> tuple[list[int], ...]:
-        """Per group what holds the state after `length` tokens: one running-state block, or the table."""
+    def _blocks(
+        self, tables: tuple[list[int], ...], length: int, inside: Inside | None = None
+    ) -> tuple[list[int], ...]:
+        """Per group what holds the state after `length` tokens: one running-state block (of a state that was taken on
+        the way, the one that was offered), or the table."""
         blocks = []
-        for table, recurrent, tokens in zip(tables, self._recurrent, self._block_tokens, strict=True):
+        for group, (table, recurrent, tokens) in enumerate(
+            zip(tables, self._recurrent, self._block_tokens, strict=True)
+        ):
             last = -(-length // tokens) - 1
-            chosen = [table[last]] if recurrent else list(table[: last + 1])
+            if not recurrent:
+                chosen = list(table[: last + 1])
+            else:
+                chosen = [table[last] if inside is None else inside.blocks[group]]
             if NULL_BLOCK in chosen:
                 # A bug here or in vLLM; it must never become state. The worker half reports it as a failure.
                 log.error("null block in the table of a boundary of %d tokens: %s", length, table)

@@ -34,17 +34,18 @@ ANSWER = 8
 class Probe:
     """One engine, and what the tests do with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int = CHUNK, **extra: Any) -> None:
+        """`chunk`: most tokens of a step; `extra`: further engine arguments."""
         config = WorkerConfig(
             role="prefill",
             model=DEMO,
             max_model_len=2048,
             max_num_seqs=4,
-            max_num_batched_tokens=CHUNK,
+            max_num_batched_tokens=chunk,
             kv_cache_bytes=64 << 20,
             omp_threads="nobind",
             # Few blocks, so that a few requests reuse all of them.
-            extra_args={"num_gpu_blocks_override": BLOCKS},
+            extra_args={"num_gpu_blocks_override": BLOCKS, **extra},
         )
         set_environment(config)
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -97,9 +97,9 @@ class Half:
         self.tables[key] = tables
         return self.add(key, Intents(publish=PublishIntent(Epoch(7, 1), length, "segment", **intent)))
 
-    def step(self, **scheduled: int) -> Any:
-        """Metadata of the step that schedules so many tokens."""
-        return self.half.build_metadata(scheduled)
+    def step(self, offers: Any = None, **scheduled: int) -> Any:
+        """Metadata of the step that schedules so many tokens; `offers`: the states that vLLM offers in it."""
+        return self.half.build_metadata(scheduled, offers)
 
     def steps(self, request: Any, *ends: int) -> list[Any]:
         """Steps of one request that end there; the publish jobs that they start."""

@@ -15,16 +15,20 @@ from tests.unit.statestore import test_scheduler_loads as loads
 from tests.unit.statestore.scheduler_probe import Half
 
 
-def _first_block(self: SchedulerHalf, tables: tuple[list[int], ...], length: int) -> tuple[list[int], ...]:
+def _first_block(
+    self: SchedulerHalf, tables: tuple[list[int], ...], length: int, *_: Any
+) -> tuple[list[int], ...]:
     return tuple([table[0]] for table in tables)
 
 
-def _last_block(self: SchedulerHalf, tables: tuple[list[int], ...], length: int) -> tuple[list[int], ...]:
+def _last_block(
+    self: SchedulerHalf, tables: tuple[list[int], ...], length: int, *_: Any
+) -> tuple[list[int], ...]:
     return tuple([table[-1]] if i == 0 else list(table) for i, table in enumerate(tables))
 
 
 def _last_state_that_is_not_null(
-    self: SchedulerHalf, tables: tuple[list[int], ...], length: int
+    self: SchedulerHalf, tables: tuple[list[int], ...], length: int, *_: Any
 ) -> tuple[list[int], ...]:
     return tuple([[block for block in table if block][-1]] for table in tables)
 
@@ -47,7 +51,7 @@ def _always_offered(self: SchedulerHalf, request: Any, local_tokens: int) -> tup
     return self._load[request.request_id].intent.length - local_tokens, True
 
 
-def _at_once(self: SchedulerHalf, scheduled: dict[str, int]) -> Any:
+def _at_once(self: SchedulerHalf, scheduled: dict[str, int], *_: Any) -> Any:
     for key in scheduled:
         if key in self._publish:
             self._publish[key].request.num_computed_tokens = 1 << 20
