@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Role = Literal["prefill", "decode"]
 """What a worker does: `prefill` computes N-1 prompt tokens and publishes; `decode` restores and generates."""
 
+CacheDtype = Literal["auto", "bfloat16", "fp8"]
+"""Of attention's cached rows; auto: the model's own."""
+
 Damage = Literal["none", "flip", "truncate", "foreign", "null", "stale", "dtype", "each", "swap"]
 """Faults for negative controls; `statestore.connector.faults` says what each does and which check finds it."""
 
@@ -221,6 +224,9 @@ class WorkerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, the model's own on CUDA"
     )
+    kv_cache_dtype: CacheDtype = Field(
+        "auto", description="dtype of attention's cached rows; auto: the model's, fp8: half of it (CUDA only)"
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel size; divides the model's heads")
     dcp: int = Field(1, ge=1, description="decode context parallel size; divides tp (decode only)")
     dcp_interleave: int = Field(
@@ -269,6 +275,15 @@ class WorkerConfig(BaseModel):
     trace: TraceConfig = Field(default_factory=lambda: TraceConfig())
     etcd: EtcdConfig = Field(default_factory=lambda: EtcdConfig())
     store: StoreConfig = Field(default_factory=lambda: StoreConfig())
+
+    @model_validator(mode="after")
+    def _device_reads_the_cache(self) -> Self:
+        if self.device == "cpu" and self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype: the CPU's attention reads rows of the model's dtype, not {self.kv_cache_dtype}; "
+                "leave it at auto, or use device cuda"
+            )
+        return self
 
     @property
     def checkpoint_limit(self) -> int:
@@ -456,6 +471,9 @@ class ClusterConfig(BaseModel):
     device: Literal["cpu", "cuda"] = Field("cpu", description="what the engines run on")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, the model's own on CUDA"
+    )
+    kv_cache_dtype: CacheDtype = Field(
+        "auto", description="dtype of attention's cached rows; auto: the model's, fp8: half of it (CUDA only)"
     )
     max_model_len: int = Field(16384, ge=2, description="longest prompt plus answer, tokens")
     max_num_seqs: int = Field(8, ge=1, description="requests that one worker runs at once")

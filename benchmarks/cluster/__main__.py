@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.cluster.stages import STAGES, Stage, choose, command, row
+from benchmarks.cluster.stages import STAGES, Stage, choose, command, model_of, row
 from deltaserve.up.devices import visible_devices
 
 STAGE_SECONDS = 540.0
@@ -98,9 +98,8 @@ def main() -> int:
     began = time.monotonic()
     for stage in stages:
         result = args.out / f"{stage.name}.json"
-        arguments = command(
-            stage, args.model, args.device, result, args.out / "run" / stage.name, args.verify
-        )
+        model = model_of(stage, args.model, args.device, args.out / "models")
+        arguments = command(stage, model, args.device, result, args.out / "run" / stage.name, args.verify)
         if is_known(result, arguments):
             print(f"{stage.name}: known", flush=True)
             continue

@@ -25,10 +25,22 @@ WIDE = [
     "32768",
     "--concurrency",
     "1",
-    "--placements",
-    "handover",
+    "--max-tokens",
+    "4",
 ]
+"""Prompts of 16K and 32K tokens with short answers: such a stage takes the start of two engines and little more."""
 HANDOVER = ["--placements", "handover"]
+EVERY = [
+    "--quick",
+    "--lengths",
+    "1,2,17,129,1000,8000,16000,32000",
+    "--max-model-len",
+    "32768",
+    *HANDOVER,
+]
+"""1 to 32K tokens alone, and eight prompts at once."""
+SOME = ["--quick", "--lengths", "1,17,129,2000,8000", *HANDOVER]
+FP8 = ["--kv-cache-dtype", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Stage:
     """Both roles draft with the model's own head (MTP), states not written a draft."""
     replay: bool = False
     """Drafts are folded by this project's kernels (docs/replay_ssm.md) instead of vLLM's."""
+    preset: str = ""
+    """Model with random weights (`models.random_model`) that is made for it; empty: the model that is asked for."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -63,7 +77,22 @@ STAGES = (
     Stage("short-1-2-2", "TP1 to TP2 + DCP2", (*SHORT, *_layout(1, 2, 2)), 2),
     Stage("short-2-2-2", "TP2 to TP2 + DCP2", (*SHORT, *_layout(2, 2, 2)), 2),
     Stage("short-2-1-1", "TP2 to TP1", (*SHORT, *_layout(2, 1, 1)), 2),
-    Stage("wide-1-1-1", "prompts of 16K and 32K tokens", (*WIDE,)),
+    Stage("wide-1-1-1", "prompts of 16K and 32K tokens", (*WIDE, *HANDOVER)),
+    Stage("k3", "K3 form, 24 heads, 1 to 32K tokens", (*EVERY,), preset="k3"),
+    Stage("k3-files", "K3's published configuration", (*SOME,), preset="k3-published"),
+    Stage("k3-fp8", "K3 form, fp8 cache", (*SOME, *FP8), preset="k3"),
+    Stage("linear", "Kimi-Linear form, 1 to 32K tokens", (*EVERY,), preset="kimi-linear"),
+    Stage("linear-files", "Kimi-Linear's published configuration", (*SOME,), preset="kimi-linear-published"),
+    Stage("linear-fp8", "Kimi-Linear form, fp8 cache", (*SOME, *FP8), preset="kimi-linear"),
+    Stage("k3-2-2-1", "K3 form, TP2 to TP2", (*EVERY, *_layout(2, 2, 1)), 2, preset="k3"),
+    Stage("k3-2-2-2", "K3 form, TP2 to TP2 + DCP2", (*EVERY, *_layout(2, 2, 2)), 2, preset="k3"),
+    Stage(
+        "linear-2-2-2",
+        "Kimi-Linear form, TP2, TP2 + DCP2",
+        (*SOME, *_layout(2, 2, 2)),
+        2,
+        preset="kimi-linear",
+    ),
     Stage("long-1-1-1", "2,000 tokens, TP1 to TP1", (*LONG, *HANDOVER)),
     Stage("long-drafts", "2,000 tokens, MTP drafts, use_replayssm", (*LONG, *HANDOVER), drafts=True),
     Stage(
@@ -87,6 +116,19 @@ def choose(names: str, gpus: int) -> list[Stage]:
     if short:
         raise ValueError(f"--stages: {', '.join(short)} takes 2 GPUs, {gpus} is visible; leave it out")
     return [known[name] for name in wanted]
+
+
+def model_of(stage: Stage, model: Path, device: str, folder: Path) -> Path:
+    """The folder of a stage's model: `model`, or one with random weights below `folder`, made if it is not there."""
+    if not stage.preset:
+        return model
+    preset = stage.preset if device == "cuda" else f"{stage.preset}-small"
+    made = folder / preset
+    if not (made / "tokenizer_config.json").is_file():  # written last
+        from models.random_model import PRESETS, write_random_model
+
+        write_random_model(made, **PRESETS[preset])
+    return made
 
 
 def command(

@@ -68,6 +68,8 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
     else:
         # kv_cache_memory_bytes says all; by this share vLLM would only refuse a GPU that another worker uses as well.
         args["gpu_memory_utilization"] = 0.01
+    if config.kv_cache_dtype != "auto":
+        args["kv_cache_dtype"] = config.kv_cache_dtype
     if config.reasoning_parser:
         args["reasoning_parser"] = config.reasoning_parser
     if config.dcp > 1:

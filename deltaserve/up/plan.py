@@ -167,6 +167,7 @@ def _worker(config: ClusterConfig, ports: Ports, role: str, tp: int, metrics_por
         "port": 0,
         "device": config.device,
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "tp": tp,
         "dcp": config.decode_dcp if role == "decode" else 1,
         "max_model_len": config.max_model_len,

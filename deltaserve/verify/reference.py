@@ -58,9 +58,9 @@ class ReferenceError(Exception):
 
 def engine_config(cluster: ClusterConfig) -> WorkerConfig:
     """The aggregated engine that has a cluster's settings. Its parallel sizes are 1, whatever the workers' are."""
-    shared = ("model", "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    fields: dict[str, Any] = {name: getattr(cluster, name) for name in shared}
-    return WorkerConfig(role="decode", kv_cache_bytes=cluster.kv_cache_bytes, **fields)
+    sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
+    shared = ("model", "device", "dtype", "kv_cache_dtype", *sizes)
+    return WorkerConfig(role="decode", **{name: getattr(cluster, name) for name in shared})
 
 
 def rounds(config: WorkerConfig) -> bool:
@@ -273,17 +273,18 @@ def _with_noise(
     salts: Sequence[Sequence[str]],
     found: Sequence[Sequence[Answer]],
 ) -> list[list[Answer]]:
-    """The same answers with the noise of each: what they became from a cached prefix, and all at once.
+    """The same answers with the noise of each: what they became alone from a cached prefix, and all at once. Batches
+    must differ in shape between draws: requests that ran together before go alone, or nothing moves.
 
     After a token that became another one, the rest is asked for again behind the first answer's, so that all of a long
     answer is measured; the rests of all answers at once, because one by one they take minutes.
     """
-    again = [ask(group, own) for group, own in zip(groups, salts, strict=True)]
-    at_once = ask(cases := _flat(groups), [f"at-once-{index}" for index in range(len(cases))])
-    firsts, own = _flat(found), _flat(salts)
+    cases, firsts, own = _flat(groups), _flat(found), _flat(salts)
+    again = [answer for case, salt in zip(cases, own, strict=True) for answer in ask([case], [salt])]
+    at_once = ask(cases, [f"at-once-{index}" for index in range(len(cases))])
     draws = [
         _Draw(case, salt, first, other)
-        for others in (_flat(again), at_once)
+        for others in (again, at_once)
         for case, salt, first, other in zip(cases, own, firsts, others, strict=True)
     ]
     for _ in range(_CONTINUATIONS):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import __main__ as command_line
-from benchmarks.cluster.stages import STAGES, Stage, choose, command, row
+from benchmarks.cluster.stages import STAGES, Stage, choose, command, model_of, row
 from deltaserve.cli.options import add_options, load
 from deltaserve.config import VerifyConfig
 
@@ -124,3 +124,26 @@ def test_a_stage_folds_drafts_in_every_process_or_in_none(
     assert command_line.run(stage, [], tmp_path / "log", 20, tmp_path).startswith("exit code 0")
     assert (tmp_path / "log").read_text() == f"replay={'1' if stage.name.endswith('-replay') else ''}\n"
     assert not stage.replay or stage.drafts, "without drafts there is nothing to fold"
+
+
+def test_models_with_random_weights_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from models import random_model
+
+    made: list[Path] = []
+    write = random_model.write_random_model
+
+    def counted(path: Path, **options: object) -> int:
+        made.append(path)
+        return write(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(random_model, "write_random_model", counted)
+    demo = Path("models/demo")
+    for stage in STAGES:
+        model = model_of(stage, demo, "cpu", tmp_path)
+        assert (model == demo) == (not stage.preset)
+        assert model == demo or (model / "config.json").is_file()
+        assert not stage.preset or stage.preset in random_model.PRESETS, "what a GPU would be given"
+    assert sorted(path.name for path in made) == sorted(
+        {f"{stage.preset}-small" for stage in STAGES if stage.preset}
+    )

@@ -173,3 +173,11 @@ def test_the_digest_tells_models_and_types_apart(tmp_path: Path) -> None:
         left.unlink()
     with pytest.raises(FileNotFoundError, match="weights"):
         model_digest(copy, "float32")
+
+
+def test_the_caches_dtype_is_asked_for_on_cuda_alone() -> None:
+    assert "kv_cache_dtype" not in engine_args(WorkerConfig(device="cuda"), None)
+    config = WorkerConfig(device="cuda", kv_cache_dtype="fp8")
+    assert engine_args(config, None)["kv_cache_dtype"] == "fp8"
+    with pytest.raises(ValueError, match="kv_cache_dtype: the CPU's attention"):
+        WorkerConfig(device="cpu", kv_cache_dtype="fp8")
