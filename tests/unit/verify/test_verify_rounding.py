@@ -118,7 +118,7 @@ def test_the_reference_measures_itself_from_its_cache_and_at_once() -> None:
 
     found = [[Answer((1, 2), (-1.0, -1.0), (1.0, 1.0)) for _ in group] for group in groups]
     measured = _with_noise(ask, groups, [["a"], ["b", "c"]], found)
-    assert asked == [["a"], ["b", "c"], ["at-once-0", "at-once-1", "at-once-2"]]
+    assert asked == [["a"], ["b"], ["c"], ["at-once-0", "at-once-1", "at-once-2"]], "batches of other shapes"
     noises = [answer.noise[0] for group in measured for answer in group]
     assert noises == pytest.approx([0.2, 0.0, 0.03]), "a sampled answer says nothing about rounding"
     assert rounding.of_answers(measured).logprob == pytest.approx(0.2)
