@@ -124,8 +124,7 @@ def child(options: argparse.Namespace, mode: str) -> None:
     generate(llm, others, 48)
     ready, go = options.out / f"{mode}.ready", options.out / f"{mode}.go"
     ready.touch()
-    while not go.exists():
-        time.sleep(0.2)
+    wait_for(go)
     record: dict[str, Any] = {"mode": mode}
     seconds, record["runs"] = [], []
     for _ in range(options.repeats):
@@ -154,11 +153,21 @@ def child(options: argparse.Namespace, mode: str) -> None:
             ]
             for o in generate(llm, asked, options.tokens, 2)
         ]
+    result = options.out / f"{mode}.json"
+    result.with_suffix(".part").write_text(json.dumps(record))
+    result.with_suffix(".part").replace(result)
+    print(f"done {mode}: {seconds}", flush=True)
     if mode in options.profile.split(","):
+        # Last of all: a profile takes its time, and no other mode may be measured beside it.
+        wait_for(options.out / f"{mode}.profile.go")
         profile(llm, asked, watch, options.out / f"{mode}.profile")
-    (options.out / f"{mode}.json").write_text(json.dumps(record))
-    print(f"done {mode}", flush=True)
     os._exit(0)
+
+
+def wait_for(path: Path) -> None:
+    """Until a file exists."""
+    while not path.exists():
+        time.sleep(0.2)
 
 
 def profile(llm: Any, asked: list[list[int]], watch: StepWatch, target: Path) -> None:
@@ -166,21 +175,23 @@ def profile(llm: Any, asked: list[list[int]], watch: StepWatch, target: Path) ->
     import torch
     from torch.profiler import ProfilerActivity
 
+    words = io.StringIO()
+    llm.reset_prefix_cache()
+    host = cProfile.Profile()
+    host.runcall(generate, llm, asked, 48)
+    for by in ("tottime", "cumulative"):
+        pstats.Stats(host, stream=words).sort_stats(by).print_stats(40)
+    target.with_suffix(".host").write_text(words.getvalue())
     llm.reset_prefix_cache()
     watch.begin()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        generate(llm, asked, 32)
+        generate(llm, asked, 24)
     steps = watch.end()["steps"]
     events = found.key_averages()
     words = io.StringIO()
     words.write(launches(events, steps))
     for order, rows in (("self_cuda_time_total", 30), ("self_cpu_time_total", 30)):
         words.write(events.table(sort_by=order, row_limit=rows, max_name_column_width=60) + "\n")
-    llm.reset_prefix_cache()
-    host = cProfile.Profile()
-    host.runcall(generate, llm, asked, 48)
-    for by in ("tottime", "cumulative"):
-        pstats.Stats(host, stream=words).sort_stats(by).print_stats(40)
     target.write_text(words.getvalue())
 
 
@@ -241,7 +252,11 @@ def main() -> None:
         action="store_true",
         help="vLLM's async scheduling: a step is prepared while the one before runs, so that the device's time counts",
     )
-    parser.add_argument("--profile", default="", help="modes of which to write where a short run's time goes")
+    parser.add_argument(
+        "--profile",
+        default="",
+        help="modes of which to write where a short run's time goes: MODE.host, MODE.profile",
+    )
     parser.add_argument("--after", type=Path, help="measure when this file exists")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, required=True)
@@ -274,10 +289,13 @@ def main() -> None:
         for mode in modes:
             (options.out / f"{mode}.go").touch()
             wait([mode], "json")
+        report(options.out, modes, options.batch)
+        for mode in [m for m in options.profile.split(",") if m in modes]:
+            (options.out / f"{mode}.profile.go").touch()
+            wait([mode], "profile")
     finally:
         for process in children.values():
             process.kill()
-    report(options.out, modes, options.batch)
     for mode in modes:
         if not (options.out / f"{mode}.json").exists():
             print(f"--- {mode}: no result; its last lines", flush=True)
