@@ -258,6 +258,9 @@ def main() -> None:
         help="modes of which to write where a short run's time goes: MODE.host, MODE.profile",
     )
     parser.add_argument("--after", type=Path, help="measure when this file exists")
+    parser.add_argument(
+        "--profile-after", type=Path, help="profile when this file exists; OUT/measured is made before"
+    )
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
@@ -290,6 +293,9 @@ def main() -> None:
             (options.out / f"{mode}.go").touch()
             wait([mode], "json")
         report(options.out, modes, options.batch)
+        (options.out / "measured").touch()
+        while options.profile_after and not options.profile_after.exists() and time.monotonic() < end:
+            time.sleep(0.2)
         for mode in [m for m in options.profile.split(",") if m in modes]:
             (options.out / f"{mode}.profile.go").touch()
             wait([mode], "profile")
