@@ -28,7 +28,7 @@ from deltaserve.telemetry.tracing import NO_SPAN, Span
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from statestore.checkpoints.publication import Publisher
-from statestore.connector.intents import PARAMS, Intents, LoadIntent, PublishOutcome
+from statestore.connector.intents import PARAMS, Intents, LinkOutcome, LoadIntent, PublishOutcome
 from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry, GeometryError
 from statestore.ledger import Chain, ChainBroken, Ledger, LedgerError
@@ -148,6 +148,9 @@ class DecodeRole(Role):
             HANDOFF.recomputed(failure, of or len(job.add.prompt) - 1)
         loaded = pb.Loaded(id=job.add.id, from_store=tokens, local=local, failure=failure)
         job.stream.send(pb.FromWorker(loaded=loaded))
+
+    def on_wrote(self, job: Job, link: LinkOutcome) -> None:
+        """Nobody waits for the end of an answer: it is committed when the engine has told of it."""
 
     def on_written(self, job: Job, outcome: PublishOutcome) -> None:
         """Every rank has written the end of the answer, or the request ended without one."""

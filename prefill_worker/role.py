@@ -10,6 +10,8 @@ Happy path of one request (N prompt tokens):
                  ─▶ engine: restores the checkpoint, computes what is left of N-1 tokens, and one that nobody reads;
                     ranks write checkpoints on the way and the boundary at the end
     every rank's reports ─▶ commit: every link in one transaction fenced by this worker's lease (second write)
+                    (a worker of one rank, whose publish is one link, hears of it from that rank itself: the engine
+                    collects reports when a step ends, and the next step may be a long prefill)
                  ─▶ Published{committed} to the router ─▶ ... ─▶ Release from the router: objects, then record, go; the
                     checkpoints stay
 
@@ -38,7 +40,14 @@ from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
 from statestore.boundary import BoundaryRecord
 from statestore.checkpoints.publication import Publication, Publisher
-from statestore.connector.intents import PARAMS, Intents, LoadIntent, PublishIntent, PublishOutcome
+from statestore.connector.intents import (
+    PARAMS,
+    Intents,
+    LinkOutcome,
+    LoadIntent,
+    PublishIntent,
+    PublishOutcome,
+)
 from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry
 from statestore.ledger import Ledger, LedgerError
@@ -161,12 +170,29 @@ class PrefillRole(Role):
 
     def on_written(self, job: Job, outcome: PublishOutcome) -> None:
         """Every rank has reported every link; commit, or clean up."""
-        if job.state.pop("keep", False):
+        if not job.state.pop("keep", False):
+            return
+        if "early" not in job.state:
+            self.background(self._settle(job, outcome))
+            return
+        self._passed(outcome)
+        if job.ended and "done" in job.state:
+            self._forget(job)
+
+    def on_wrote(self, job: Job, link: LinkOutcome) -> None:
+        """The only rank has written the final link. `on_written` follows with the engine's next step, and settles it
+        where this was not all: other links, or a load that failed and moved its base."""
+        publication: Publication | None = job.state.get("publication")
+        if publication is None or link.link or link.base != publication.base or link.failure is not None:
+            return
+        if job.state.get("keep") and "early" not in job.state:
+            job.state["early"] = True
+            outcome = PublishOutcome(publication.epoch, publication.base, (link,), complete=True)
             self.background(self._settle(job, outcome))
 
     def on_publish_failed(self, job: Job, reason: str) -> None:
         """No boundary will come of this job, and no rank has written or will."""
-        if job.state.pop("keep", False):
+        if job.state.pop("keep", False) and "early" not in job.state:
             kind = job.state.get("kind", "no_publish")
             if job.progress is not None:
                 job.progress.end("aborted" if job.state.get("ended") == "aborted" else kind)
@@ -174,7 +200,7 @@ class PrefillRole(Role):
 
     def _too_late(self, job: Job) -> None:
         """The router need not wait any longer; what the ranks still write is removed when they have reported."""
-        if "keep" in job.state and not job.state.get("late"):
+        if "keep" in job.state and "early" not in job.state and not job.state.get("late"):
             job.state["late"] = True
             self._tell_failure(job, "deadline", "deadline")
 
@@ -204,9 +230,9 @@ class PrefillRole(Role):
         boundary = committed.links[-1]
         nbytes = sum(link.nbytes for link in outcome.links)
         self._held[boundary.id] = boundary
-        passes = outcome.passes
-        self._prefills.add(passes.steps, passes.computed, passes.again)
-        HANDOFF.prefilled(passes.steps, passes.computed - passes.again, passes.again)
+        if "early" not in job.state:
+            self._passed(outcome)
+            span.set(passes=outcome.passes.steps, computed_again=outcome.passes.again)
         log.debug(
             "request %s: boundary %s of %d tokens, %d bytes",
             job.add.request_id,
@@ -219,8 +245,6 @@ class PrefillRole(Role):
             bytes=nbytes,
             ranks=len(boundary.ranks),
             links=len(outcome.links),
-            passes=passes.steps,
-            computed_again=passes.again,
         )
         span.end()
         if job.progress is not None:
@@ -269,8 +293,16 @@ class PrefillRole(Role):
         job.span.end()
         if (deadline := job.state.get("deadline")) is not None:
             deadline.cancel()
-        if job.ended:  # else its last step has not been delivered yet, and its end forgets it
+        job.state["done"] = True
+        # Else its last step has not been delivered yet, and its end forgets it, or its ranks' reports are to come.
+        if job.ended and "keep" not in job.state:
             self._forget(job)
+
+    def _passed(self, outcome: PublishOutcome) -> None:
+        """Count the passes that computed a published prompt."""
+        passes = outcome.passes
+        self._prefills.add(passes.steps, passes.computed, passes.again)
+        HANDOFF.prefilled(passes.steps, passes.computed - passes.again, passes.again)
 
     def capabilities(self, configured: list[Capability]) -> list[Capability]:
         return self._prefills.seen(configured)

@@ -250,8 +250,10 @@ def started(run: Run, name: str) -> Iterator[list[Side]]:
             yield [delta]
         return
     with sides.engines(run.sizes, out, name, nixl=name == "nixl") as urls:
-        both: list[Side] = [Aggregated(urls)] if name == "agg" or run.given.share_engines else []
-        yield [*both, Nixl(urls)] if name == "nixl" else both
+        found: list[Side] = [Nixl(urls)] if name == "nixl" else []
+        if name == "agg" or run.given.share_engines:
+            found.append(Aggregated(urls))
+        yield found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -187,7 +187,7 @@ def engines(
         urls = []
         for index in range(number):
             environment = {**caches, **os.environ}
-            more = [f"--served-model-name={MODEL}", *flags]
+            more = [f"--served-model-name={MODEL}", "--uvicorn-log-level=warning", *flags]
             if devices:
                 environment["CUDA_VISIBLE_DEVICES"] = devices[index]
             if nixl:

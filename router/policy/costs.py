@@ -3,7 +3,9 @@
 
 Weighted least squares in which an observation's weight halves every HALF_LIFE observations, so that a machine that
 becomes slower is noticed; both parts are kept from being negative. A prior of a few observations keeps the first
-decisions sane and is outweighed soon.
+decisions sane and is outweighed soon. Of the prior only the shape lasts: the first observation says how fast the
+machine is, and the prior is scaled to it. A prior of another speed would bend the line for as long as all amounts are
+alike, up to a slope of zero, by which no queue has a price.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ class Line:
         if min(fixed, slope, amount, weight) < 0:
             raise ValueError("fixed, slope, amount and weight must not be negative")
         self.fixed, self.slope = fixed, slope
+        self.learned = False
+        """Whether anything has been observed."""
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         for x in (0.0, 2 * amount):
             self._add(x, fixed + slope * x, weight)
@@ -30,6 +34,9 @@ class Line:
 
     def learn(self, amount: float, seconds: float) -> None:
         """An observation."""
+        if not self.learned:
+            self.learned = True
+            self._scale(seconds / self(amount) if self(amount) > 0 else 0.0)
         for name in ("_n", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * _FORGET)
         self._add(amount, seconds, 1.0)
@@ -45,6 +52,12 @@ class Line:
             # All of it grows: the best line through the origin.
             fixed, slope = 0.0, self._xy / self._xx if self._xx else 0.0
         self.fixed, self.slope = fixed, slope
+
+    def _scale(self, factor: float) -> None:
+        """Make the prior a machine's that is so much slower; it has no scale where the factor is 0."""
+        if factor > 0:
+            self._y *= factor
+            self._xy *= factor
 
     def _add(self, x: float, y: float, weight: float) -> None:
         self._n += weight

@@ -8,7 +8,8 @@ With N tokens, of which a prefill worker p is believed to hold w_p and a decode 
 
 prefill, local and move are learned (costs.py): seconds over tokens computed, and over bytes loaded. A prompt computed
 on a decode worker stops the answers that run there, which is why it is dearer there by a share for each of them; a
-prefill worker has nobody to stop. The bytes come from the geometry; what is not known yet is priced by the prior.
+prefill worker has nobody to stop. The bytes come from the geometry; what is not known yet is priced by the prior, and
+until a decode worker has computed a prompt alone it is taken to be as fast as a prefill worker.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from router.policy.costs import Line
 from router.policy.prefix import PrefixAware
 from router.policy.warmth import warmest
 
-INTERFERENCE = 0.25
+INTERFERENCE = 0.5
 """How much dearer a second of prefill is on a decode worker for each answer that it interrupts."""
 
 
@@ -41,8 +42,9 @@ class Price(PrefixAware):
     ) -> Choice[W] | None:
         if not decodes:
             return None
-        warm, length, slope = self.warmth.tokens(prompt), prompt.length, self.local.slope
-        busy, own = works(decodes), self.local(length)
+        local = self.local if self.local.learned or not self.prefill.learned else self.prefill
+        warm, length, slope = self.warmth.tokens(prompt), prompt.length, local.slope
+        busy, own = works(decodes), local(length)
         costs = [
             tokens * slope + own * (1 + INTERFERENCE * worker.running)
             for tokens, worker in zip(busy, decodes, strict=True)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 Listener = Callable[..., None]
-"""`listener(name, key, *args)`; called on the engine thread, must not block.
+"""`listener(name, key, *args)`; called on the engine thread where nothing else is said, must not block.
 
+    "wrote"           key, LinkOutcome                 the only rank of a worker has written a final link; ahead of
+                                                       "written", and from one of its I/O threads
     "written"         key, PublishOutcome              every link that went out has been reported, and none will follow
     "publish_failed"  key, reason                      no rank has written or will: the request ended before any link
     "restored"        key, tokens, list[RankReport]    every rank reported a load; tokens: restored, 0 after a failure

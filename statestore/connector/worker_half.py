@@ -23,6 +23,8 @@ from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.describe import geometry_of
 from statestore.connector.device_copies import pin
+from statestore.connector.events import emit
+from statestore.connector.intents import LinkOutcome
 from statestore.connector.loading import Loader
 from statestore.connector.messages import LinkName, LoadJob, PublishJob, RankReport, RankReports
 from statestore.connector.publishing import Publisher
@@ -53,6 +55,7 @@ class WorkerHalf:
         ranks = vllm_config.parallel_config.world_size
         self._store = store.model_copy(update={"segment_bytes": store.segment_bytes // ranks})
         self._longest = int(vllm_config.model_config.max_model_len)
+        self._alone = ranks == 1
         self._rank = 0
         self._view: CacheView | None = None
         self._pool: Pool | None = None
@@ -165,6 +168,10 @@ class WorkerHalf:
 
     def _publish(self, job: PublishJob, work: Callable[[Any, RankReport], None]) -> None:
         report = self._report(job, work)
+        if self._alone and job.final and not report.failure:
+            # The engine takes reports when a step ends, and the next one may be another prompt's long prefill.
+            link = LinkOutcome(job.link, job.base, job.length, (report,))
+            emit(self._extra["worker_id"], "wrote", job.key, link)
         with self._lock:
             self._reports.publish.setdefault(job.name, []).append(report)
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from deltaserve.engine.role import Refused
 from deltaserve.wire import worker_pb2 as pb
+from statestore.connector.messages import RankReport
+from statestore.connector.passes import Passes
 from tests.unit.roles.harness import PrefillHarness, Stream, job
 
 PROMPT = list(range(100, 140))
@@ -39,6 +42,58 @@ async def test_a_publish_computes_n_minus_1_tokens_and_commits_in_two_writes() -
     assert len(record.objects()) == 4
     assert h.ledger.writes == 2
     assert h.forgotten == [j]
+
+
+async def test_the_only_ranks_word_is_enough_to_commit_and_the_engines_comes_later() -> None:
+    h, stream = PrefillHarness(), Stream()
+    j, request = await _prepared(h, stream)
+    outcome = h.outcome(request, h.written(request))
+    h.role.on_wrote(j, outcome.links[-1])
+    message = await stream.next()
+    assert message.published.committed
+    assert message.published.bytes == 2 * 64
+    assert h.ledger.writes == 2
+    assert h.forgotten == [], "its blocks are pinned until the engine has taken the report"
+    passes = Passes(steps=1, computed=len(PROMPT) - 1)
+    h.role.on_written(j, replace(outcome, passes=passes))
+    await _settle(h)
+    assert h.forgotten == [j]
+    assert (h.role._prefills.prompts, h.role._prefills.passes) == (1, 1)
+    assert h.ledger.writes == 2
+    assert stream.sent == [], "it is said once"
+
+
+async def test_a_rank_that_did_not_write_all_of_it_commits_nothing_early() -> None:
+    h, stream = PrefillHarness(), Stream()
+    j, request = await _prepared(h, stream)
+    outcome = h.outcome(request, h.written(request))
+    (link,) = outcome.links
+    failed = replace(link, reports=(RankReport(0, failure="null_state"),))
+    for other in (replace(link, base=16), replace(link, link=1), failed):
+        h.role.on_wrote(j, other)
+    await _settle(h)
+    assert stream.sent == []
+    assert h.ledger.writes < 2, "opened, not committed"
+    h.role.on_written(j, outcome)
+    assert (await stream.next()).published.committed, "the engine's word is the whole of it"
+    h.role.on_wrote(j, link)
+    await _settle(h)
+    assert (h.ledger.writes, stream.sent) == (2, [])
+
+
+async def test_a_client_that_goes_between_the_ranks_word_and_the_engines_leaves_nothing() -> None:
+    h, stream = PrefillHarness(), Stream()
+    j, request = await _prepared(h, stream)
+    j.ended = False
+    outcome = h.outcome(request, h.written(request))
+    h.role.on_wrote(j, outcome.links[-1])
+    j.ended = True
+    h.role.on_end(j, "aborted")
+    h.role.on_publish_failed(j, "aborted")
+    h.role.on_written(j, outcome)
+    await _settle(h)
+    assert not h.store.objects
+    assert not h.ledger.records
 
 
 async def test_release_removes_objects_and_record() -> None:

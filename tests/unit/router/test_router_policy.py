@@ -249,6 +249,37 @@ def test_a_line_never_promises_less_than_nothing() -> None:
         assert line.slope >= 0
 
 
+def test_amounts_that_are_all_alike_keep_a_slope() -> None:
+    """A prior of another speed bends the line to a slope of zero, and a queue costs nothing then."""
+    line, bent = Line(0.02, 0.0005, 1000), Line(0.02, 0.0005, 1000)
+    bent.learned = True  # the control: a prior that is not scaled
+    for _ in range(200):
+        line.learn(8191, 0.1)
+        bent.learn(8191, 0.1)
+    assert line(8191) == pytest.approx(0.1, rel=0.05)
+    assert line.slope == pytest.approx(0.1 / 8191, rel=0.1)
+    assert bent.slope == 0.0
+
+
+def test_prompts_go_to_the_decode_worker_when_the_prefill_worker_has_a_queue() -> None:
+    """On machines that are much faster than the prior, and before a decode worker has computed anything alone."""
+    policy = Price(256)
+    for number in range(8):
+        policy.prefilled("p", prompt(8192, first=number * 10**5), 8191, 0.1, True)
+        policy.loaded(57_000_000, 0.02)
+    policy.gone(["p"])
+    wanted = prompt(8192, first=10**8, state_bytes=57_000_000)
+    decodes = [Worker("d", running=8)]
+    handed = [
+        choice.prefill is not None
+        for waiting in range(12)
+        if (choice := policy.choose(wanted, decodes, [Worker("p", outstanding=8192 * waiting)]))
+    ]
+    assert handed[0]
+    assert not handed[-1]
+    assert handed == sorted(handed, reverse=True), "the longer the queue, the rather here"
+
+
 @pytest.mark.parametrize("bandwidth", [1e7, 1e10])
 def test_slow_networks_keep_prompts_where_they_are(bandwidth: float) -> None:
     policy = Price(256)

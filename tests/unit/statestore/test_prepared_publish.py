@@ -11,7 +11,7 @@ import pytest
 
 from deltaserve.config import StoreConfig
 from statestore.boundary import Epoch
-from statestore.connector import worker_half
+from statestore.connector import events, worker_half
 from statestore.connector.cache_view import CacheView
 from statestore.connector.messages import PublishJob, RankReport
 from statestore.connector.publishing import Publisher
@@ -25,6 +25,7 @@ from tests.support.processes import wait_until
 
 G = geometry(tp=1, head_v=4)
 LENGTH = 100
+WORKER = "prefill-1"
 
 
 class Rank:
@@ -36,6 +37,7 @@ class Rank:
             parallel_config=SimpleNamespace(world_size=1), model_config=SimpleNamespace(max_model_len=LENGTH)
         )
         extra: dict[str, Any] = {
+            "worker_id": WORKER,
             "model_digest": G.model_digest,
             "store": StoreConfig().model_dump(mode="json"),
             "load_timeout": HUNG,
@@ -75,7 +77,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 def test_room_is_taken_while_the_step_computes(rank: Rank) -> None:
     rank.half.prepare_publishes([rank.job])
-    wait_until(lambda: rank.store.used == G.sizes.boundary(LENGTH), HUNG, "room is taken")
+    wait_until(lambda: rank.store.used == STORED, HUNG, "room is taken")
     assert not any(stored.sealed for stored in rank.store.objects.values())
     assert rank.half.take_reports() is None
     # What the caches hold before the step has ended is no state: without the wait the publisher would refuse it.
@@ -99,6 +101,36 @@ def test_a_job_that_nobody_prepared(rank: Rank) -> None:
     rank.compute()
     rank.half.start_publishes([rank.job])
     assert rank.report().failure == ""
+
+
+def test_the_service_hears_of_a_final_link_before_the_engine_takes_the_report(rank: Rank) -> None:
+    heard: list[Any] = []
+    events.listen(WORKER, lambda *event: heard.append(event))
+    try:
+        rank.compute()
+        rank.half.start_publishes([rank.job])
+        wait_until(lambda: bool(heard), HUNG, "the service is told")
+        ((name, key, link),) = heard
+        assert (name, key, link.link, link.base, link.length) == ("wrote", "r", 0, 0, LENGTH)
+        assert link.reports == (rank.report(),)
+    finally:
+        events.listen(WORKER, None)
+
+
+@pytest.mark.parametrize("why", ["several ranks", "a checkpoint", "a failure"])
+def test_control_what_is_not_all_of_a_publish_is_left_to_the_engine(rank: Rank, why: str) -> None:
+    heard: list[Any] = []
+    events.listen(WORKER, lambda *event: heard.append(event))
+    try:
+        rank.half._alone = why != "several ranks"
+        rank.job.final = why != "a checkpoint"
+        if why != "a failure":
+            rank.compute()
+        rank.half.start_publishes([rank.job])
+        assert bool(rank.report().failure) == (why == "a failure")
+        assert heard == []
+    finally:
+        events.listen(WORKER, None)
 
 
 def test_a_full_store_is_known_before_the_step_ends(rank: Rank) -> None:
