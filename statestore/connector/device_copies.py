@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KERNELS_VARIABLE = "DELTASERVE_STATE_KERNELS"
-"""1: kernels copy. Not the default until whole requests of a cluster have been verified with them on a GPU."""
+"""0: torch copies, and the host takes digests. 1 or nothing: kernels do both, where the caches are a GPU's."""
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -262,16 +262,16 @@ class DeviceCopies:
 def kernels_for(
     geometry: Geometry, states: list[State], rows: list[tuple[int, torch.Tensor]]
 ) -> ShardKernels | None:
-    """The kernels for caches on a GPU, compiled, where the environment chooses them (`KERNELS_VARIABLE`).
+    """The kernels for caches on a GPU, compiled, unless the environment refuses them (`KERNELS_VARIABLE`).
 
     None otherwise, and, with a line in the log, where they cannot copy these caches.
     Raises ValueError for a value of the variable that says neither yes nor no.
     """
     chosen = os.environ.get(KERNELS_VARIABLE, "")
     if chosen not in ("", "0", "1"):
-        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: 1 copies by kernels, 0 or nothing by torch")
+        raise ValueError(f"{KERNELS_VARIABLE}={chosen!r}: 1 or nothing copies by kernels, 0 by torch")
     device = rows[0][1].device
-    if device.type != "cuda" or chosen != "1":
+    if device.type != "cuda" or chosen == "0":
         return None
     why = ""
     try:
