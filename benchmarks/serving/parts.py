@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import timeline
@@ -23,6 +24,8 @@ from benchmarks.serving.sides import Delta, Nixl, Side
 from benchmarks.serving.stats import spread, ttft
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)$")
+_CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+"""vLLM's own words, logged at its start at level INFO; it counts what a hybrid model's states take."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 Counts = dict[tuple[str, str], float]
@@ -61,11 +64,23 @@ def mean(counted: Counts, name: str, labels: str = "") -> float | None:
 def of(side: Side, load: Load, counted: Counts) -> dict[str, Any]:
     """Handoff, bytes and placements of a row, as far as the side has them; times in milliseconds."""
     done = [one for one in load.sent if not one.error]
+    found: dict[str, Any] = {
+        "kv_tokens": {log.stem: tokens for log in side.logs if (tokens := capacity(log))}
+    }
     if isinstance(side, Nixl):
-        return _of_nixl(done, counted)
+        return found | _of_nixl(done, counted)
     if isinstance(side, Delta):
-        return _of_delta(side, done, load.begin)
-    return {}
+        return found | _of_delta(side, done, load.begin)
+    return found
+
+
+def capacity(log: Path) -> int:
+    """Tokens that an engine's cache holds, by its log; 0 where it does not say."""
+    try:
+        said = _CAPACITY.findall(log.read_text(errors="replace"))
+    except OSError:
+        return 0
+    return int(said[-1].replace(",", "")) if said else 0
 
 
 def _of_nixl(done: Sequence[Sent], counted: Counts) -> dict[str, Any]:

@@ -88,6 +88,8 @@ class Side(ABC):
     name: str
     metrics: dict[str, str]
     """URLs of Prometheus metrics, by process."""
+    logs: Sequence[Path] = ()
+    """Of its engines."""
 
     @abstractmethod
     def ask(self, number: int, arrival: Arrival) -> Ask:
@@ -282,7 +284,9 @@ def delta(sizes: Sizes, folder: Path, options: dict[str, Any]) -> Iterator[Delta
             name: f"http://127.0.0.1:{config.metrics_port + index}/metrics"
             for index, name in enumerate(names)
         }
-        yield Delta(cluster, urls, notes)
+        made = Delta(cluster, urls, notes)
+        made.logs = [log for name, log in cluster.logs.items() if name in names]
+        yield made
 
 
 def cluster_config(sizes: Sizes, folder: Path, options: dict[str, Any]) -> ClusterConfig:

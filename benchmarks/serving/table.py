@@ -50,6 +50,9 @@ def parts_lines(rows: Sequence[Row]) -> list[str]:
     """What each row's handoff consists of (medians), and where prompts were computed."""
     lines = []
     for row in rows:
+        if row.get("kv_tokens"):
+            held = ", ".join(f"{name} {tokens:,}" for name, tokens in row["kv_tokens"].items())
+            lines.append(f"{row['side']} {row['rate']:g}: cache holds {held} tokens")
         if "stages" not in row:
             continue
         stages = "  ".join(f"{name} {value:.1f}" for name, value in row["stages"].items())
@@ -59,12 +62,12 @@ def parts_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def aims(rows: Sequence[Row]) -> list[str]:
-    """How `delta` stands to `nixl` at every rate that both have, in the order of the rates."""
+    """How `delta`, and its variants, stand to `nixl` at every rate that both have, in the order of the rates."""
     by = {(row["side"], row["rate"]): row for row in rows}
     lines = []
-    for rate in sorted({row["rate"] for row in rows}):
-        ours, theirs = by.get(("delta", rate)), by.get(("nixl", rate))
-        if ours is None or theirs is None:
+    for (side, rate), ours in sorted(by.items(), key=lambda found: (found[0][1], found[0][0])):
+        theirs = by.get(("nixl", rate))
+        if not side.startswith("delta") or theirs is None:
             continue
         parts = [
             f"{name} {ours[key] / theirs[key]:.2f} x"
@@ -76,5 +79,5 @@ def aims(rows: Sequence[Row]) -> list[str]:
             )
             if ours.get(key) is not None and theirs.get(key)
         ]
-        lines.append(f"{rate:g} req/s, delta to nixl: {', '.join(parts)}")
+        lines.append(f"{rate:g} req/s, {side} to nixl: {', '.join(parts)}")
     return lines

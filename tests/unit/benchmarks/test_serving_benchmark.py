@@ -327,6 +327,13 @@ def test_metrics_are_added_up_over_processes(monkeypatch: pytest.MonkeyPatch) ->
     assert parts.mean(parts.difference(counted, counted), "x", "stage=put") is None
 
 
+def test_what_an_engines_cache_holds_is_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "decode-0.log"
+    assert parts.capacity(log) == 0
+    log.write_text("INFO GPU KV cache size: 1,024 tokens\nINFO GPU KV cache size: 25,311,232 tokens\n")
+    assert parts.capacity(log) == 25_311_232
+
+
 # ---- the command
 
 
@@ -398,6 +405,25 @@ def test_rows_with_a_result_are_not_measured_again(
     assert began[5:] == ["agg"], "other arguments are another measurement"
     assert command_line.main([*arguments, "--sides", "agg", "--seed", "2", "--budget", "0.1"]) == 1
     assert began[6:] == [], "no time left"
+
+
+def test_variants_of_the_cluster_stand_in_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextlib.contextmanager
+    def started(run: command_line.Run, name: str) -> Iterator[list[Side]]:
+        yield [Echo(name)]
+
+    monkeypatch.setattr(command_line, "started", started)
+    arguments = ["--out", str(tmp_path), "--seconds", "0.5", "--rates", "4", "--sides", "delta"]
+    more = '{"router_options": {"policy": "least"}}'
+    assert command_line.main(arguments) == 0
+    assert command_line.main([*arguments, "--label", "least", "--delta", more]) == 0
+    assert command_line.main([*arguments, "--label", "other", "--seed", "1"]) == 0
+    capsys.readouterr()
+    assert command_line.main(arguments) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " 4 " in line]
+    assert shown == ["delta", "delta-least"], "another seed is another measurement"
 
 
 def test_a_failed_request_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
