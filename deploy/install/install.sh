@@ -44,8 +44,10 @@ if [ -x "$venv/bin/deltaserve" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$
     exit 0
 fi
 
-python=$(sh "$here/python.sh")
-if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then
+python=$(sh "$here/python.sh" "$device")
+supported="(3, 11),"
+[ "$device" = cpu ] || supported="(3, 11), (3, 12)"
+if ! "$venv/bin/python" -c "import sys; sys.exit(sys.version_info[:2] not in ($supported))" >/dev/null 2>&1; then
     say "making $venv with $python"
     "$python" -m venv "$venv"
 fi

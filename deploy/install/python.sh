@@ -1,19 +1,27 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Prints the path of a Python 3.11 that can make virtual environments.
+# python.sh [cpu|cuda]: prints the path of a Python that can make virtual environments: 3.11, for CUDA 3.12 as well,
+# which is preferred there because it is what vLLM was run with on GPUs.
 set -eu
 . "$(dirname "$0")/common.sh"
+device=${1:-cpu}
+wanted=3.11
+[ "$device" = cpu ] || wanted="3.12 3.11"
 
-is_311() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; }
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
-for name in ${PYTHON:-} python3.11 python3; do
-    path=$(command -v "$name" 2>/dev/null) || continue
-    is_311 "$path" || continue
-    if ! "$path" -c 'import ensurepip, venv' >/dev/null 2>&1; then
-        apt_install "Python's venv module" python3.11-venv >&2
-    fi
-    printf '%s\n' "$path"
-    exit 0
+for minor in $wanted; do
+    for name in ${PYTHON:-} "python$minor" python3; do
+        path=$(command -v "$name" 2>/dev/null) || continue
+        [ "$(version_of "$path")" = "$minor" ] || continue
+        if ! "$path" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+            apt_install "Python's venv module" "python$minor-venv" >&2
+        fi
+        printf '%s\n' "$path"
+        exit 0
+    done
 done
-fail "Python 3.11 not found (python3 is $(python3 --version 2>/dev/null || echo missing)); \
-install it (on Debian 12: apt-get install python3.11 python3.11-venv), or name it: make install PYTHON=/path/to/python3.11"
+first=${wanted%% *}
+fail "Python $(echo "$wanted" | sed 's/ / or /') not found (python3 is $(python3 --version 2>/dev/null || echo missing)); \
+install it (where the system has it: apt-get install python$first python$first-venv), or name it: \
+make install DEVICE=$device PYTHON=/path/to/python$first"

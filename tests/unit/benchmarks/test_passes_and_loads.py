@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the comparison of passes starts and prints, what the timing of decode steps counts, how counters are read."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.loads import __main__ as loads
+from benchmarks.passes import __main__ as passes
+from benchmarks.started import Started
+from deltaserve.cli.options import add_options, load
+from deltaserve.config import ClusterConfig
+
+METRICS = b"""# HELP deltaserve_prefill_passes_total x
+deltaserve_prefill_passes_total 7.0
+deltaserve_prefill_passes_total_more 100.0
+deltaserve_prefill_tokens_total{kind="once"} 50.0
+deltaserve_prefill_tokens_total{kind="again"} 3.0
+"""
+
+
+def asked(device: str) -> argparse.Namespace:
+    return argparse.Namespace(
+        model=Path("models/demo"), device=device, max_model_len=4096, tokens=2048, kv_cache_bytes=1 << 28
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("variant", passes.VARIANTS)
+def test_a_cluster_takes_every_variants_options(device: str, variant: str) -> None:
+    options, environment = passes.options(asked(device), variant)
+    parser = argparse.ArgumentParser()
+    add_options(parser, ClusterConfig, "up")
+    config = load(ClusterConfig, "up", parser.parse_args(options), {})
+    prefill = config.worker_options("prefill")
+    assert (prefill.get("checkpoint_tokens") == 0) == (variant == "bare")
+    assert environment == (
+        {"DELTASERVE_INTERNAL_CHECKPOINTS": "0"} if (device, variant) == ("cuda", "two") else {}
+    )
+    if device == "cpu":
+        extra: Any = prefill["extra_args"]
+        assert extra["additional_config"] == {"kda_prefill_checkpoint": variant != "two"}
+
+
+def test_counters_are_summed_over_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: io.BytesIO(METRICS))
+    cluster = Started.__new__(Started)
+    cluster._metrics = 1
+    assert cluster.counter("deltaserve_prefill_passes_total") == 7
+    assert cluster.counter("deltaserve_prefill_tokens_total") == 53
+    assert passes._counts(cluster) == (7, 3)
+
+
+def test_the_table_of_passes_compares_with_two_of_the_same_length() -> None:
+    rows = [
+        passes.Row("one", 1000, [0.04, 0.05, 0.06], [0.03], 1.0, 0, 9),
+        passes.Row("two", 1000, [0.1, 0.1, 0.2], [0.03], 2.0, 0, 9),
+    ]
+    one, two = passes.table(rows).splitlines()[-2:]
+    assert one.split()[:3] == ["1000", "one", "1.00"]
+    assert (one.split()[-1], two.split()[-1]) == ("0.500", "1.000")
+    assert passes.table(rows[:1]).splitlines()[-1].split()[-1] == "30.0", "nothing to compare with"
+
+
+def test_the_table_of_loads_compares_with_requests_alone() -> None:
+    phases = [
+        loads.Phase("alone", [0.004] * 99 + [0.02]),
+        loads.Phase("requests", [0.005] * 100, 8, 0),
+        loads.Phase("loads", [0.006] * 100, 8, 1000),
+    ]
+    lines = [line.split() for line in loads.table(phases).splitlines()[-3:]]
+    assert lines[0][:5] == ["alone", "0", "0", "4.160", "4.000"]
+    assert lines[2][0] == "loads"
+    assert lines[2][-1] == "+20.0%"
+
+
+def test_a_stream_is_timed_event_by_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [b"data: {}\n", b"\n", b": comment\n", b"data: {}\n", b"data: {}\n", b"data: [DONE]\n"]
+    sent: list[Any] = []
+
+    class Reply(io.BytesIO):
+        def __iter__(self) -> Any:
+            return iter(events)
+
+    def urlopen(request: Any, timeout: float) -> Reply:
+        sent.append(json.loads(request.data))
+        return Reply()
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    gaps: list[float] = []
+    loads.stream(SimpleNamespace(url="http://x", model="m"), 3, gaps)  # type: ignore[arg-type]
+    assert len(gaps) == 2, "three events, two gaps"
+    assert (sent[0]["max_tokens"], sent[0]["kv_transfer_params"]) == (3, {"placement": "local"})
