@@ -3,7 +3,8 @@
 
 A digest says that bytes arrived as they were written; it says nothing about what was written: a null block copies
 perfectly. So every unit (`statestore.reshard.Unit`) has a digest, and both sides also look for parts that are all zero
-and for numbers that are not finite; `statestore.connector.checks` says of which parts.
+and for numbers that are not finite; `statestore.connector.checks` says of which parts. A unit of rows has a table with
+a digest of every row (`row_digests`), and its own digest is the table's: who reads some of its rows can check them.
 
 There are two algorithms, and a record names the one of each object: XXH3-128 of state that was in host memory, `ml64`
 (`statestore.checksum`) of state that a GPU gathered. Every reader knows both. They find damage, not malice: neither is
@@ -17,7 +18,7 @@ memory gives (docs/performance.md). `stream` and `all_finite` are for callers th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,23 @@ def unit_digest(buffer: object, algorithm: str = XXH3) -> str:
     running = stream(algorithm)
     running.update(view)
     return str(running.hexdigest())
+
+
+def row_digests(rows: Bytes, algorithm: str = XXH3) -> Bytes:
+    """A digest of every row of `rows` [n, nbytes], as bytes [n, 8]: XXH3-64, or ml64.
+
+    A row is contiguous. Raises ValueError when the algorithm is unknown.
+    """
+    if algorithm == XXH3:
+        numbers = np.fromiter(map(xxhash.xxh3_64_intdigest, rows), np.dtype("<u8"), len(rows))
+        return numbers.view(np.uint8).reshape(-1, 8)
+    return digest_bytes([unit_digest(row, algorithm) for row in rows])
+
+
+def digest_bytes(digests: Sequence[str]) -> Bytes:
+    """Digests of 16 hexadecimal digits as the bytes [n, 8] that a table holds."""
+    numbers = np.fromiter((int(digest, 16) for digest in digests), np.dtype("<u8"), len(digests))
+    return numbers.view(np.uint8).reshape(-1, 8)
 
 
 def first_null(parts: Bytes) -> int | None:

@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Version of the meaning of the stored bytes (see `statestore.reshard`). Raise it whenever that changes."""
 
 DTYPE_BYTES: Mapping[str, int] = {

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 
 from statestore.boundary import BoundaryRecord
 from statestore.geometry import Geometry
+from statestore.reshard import stored_row_bytes
 
 
 def publish_bytes(geometry: Geometry, base: int, length: int, checkpoints: int = 0) -> int:
     """Bytes that a publish of the tokens [base, length) with so many checkpoints on the way writes."""
     sizes = geometry.sizes
-    return (1 + checkpoints) * sizes.kda + (length - base) * sizes.mla_token
+    return (1 + checkpoints) * sizes.kda + (length - base) * stored_row_bytes(geometry)
 
 
 class Budget:

@@ -153,14 +153,7 @@ class Publisher:
                 chain, base = (), 0
                 room = await self._room(base, end, spacing, chain)
         if room is None:
-            log.warning(
-                "no room for the tokens [%d, %d): %d of %d bytes are in use, %d of them by checkpoints",
-                base,
-                end,
-                self.budget.used,
-                self.budget.capacity,
-                self.budget.checkpoint_bytes,
-            )
+            self._refused(base, end)
             return None
         epoch = Epoch(self.lease, next(self._counter))
         self.budget.hold(str(epoch), room.nbytes, room.kept)
@@ -189,7 +182,15 @@ class Publisher:
             await asyncio.wait([opening])
             if isinstance(opening.exception(), ParentGone):
                 self.keeper.gone(chain[-1])
-                chain, record = (), replace(record, base=0, parents=())
+                chain = ()
+                # It writes all rows now: room for those that its chain would have had is looked for like any other.
+                self.budget.free(str(epoch))
+                room = await self._room(0, end, spacing, chain)
+                if room is None:
+                    self._refused(0, end)
+                    return None
+                self.budget.hold(str(epoch), room.nbytes, room.kept)
+                record = replace(record, base=0, parents=(), links=MAX_LINKS if room.spacing else 1)
                 opening = self._open(record)
         HANDOFF.opened()
         self._pending += 1
@@ -260,6 +261,16 @@ class Publisher:
             links.append(record.committed())
             parents = (*parents, record.id)
         return links
+
+    def _refused(self, base: int, end: int) -> None:
+        log.warning(
+            "no room for the tokens [%d, %d): %d of %d bytes are in use, %d of them by checkpoints",
+            base,
+            end,
+            self.budget.used,
+            self.budget.capacity,
+            self.budget.checkpoint_bytes,
+        )
 
     async def commit(self, publication: Publication, links: Sequence[BoundaryRecord]) -> Committed:
         """Make the links visible. Raises LedgerError, ConnectionError and what the opening raised."""

@@ -157,9 +157,12 @@ class CacheView:
         """`gather_rows` with what the device found; `units` [2, rows]: each row's unit and its number there."""
         return self._device.prove_rows(self._places(blocks, tokens), out, units)
 
-    def check_rows(self, source: Bytes) -> tuple[Found, torch.Tensor]:
-        """What the device finds in the staged rows of one unit, and its copy of them; needs `proves`."""
-        return self._device.check_rows(source)
+    def check_rows(
+        self, source: Bytes, units: npt.NDArray[np.int64] | None = None
+    ) -> tuple[Found, torch.Tensor]:
+        """What the device finds in staged rows, and its copy of them; needs `proves`. `units` as `prove_rows` has it,
+        by default all are one unit's."""
+        return self._device.check_rows(source, units)
 
     def scatter_rows(
         self, blocks: tuple[list[int], ...], tokens: npt.NDArray[np.int64], source: Bytes | torch.Tensor

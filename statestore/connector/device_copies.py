@@ -164,12 +164,12 @@ class DeviceCopies:
             torch.from_numpy(out).copy_(piece.view(torch.uint8), non_blocking=True)
         return found
 
-    def check_rows(self, source: Bytes) -> tuple[Found, torch.Tensor]:
-        """What the kernels find in the staged rows of one unit, and a copy of those on the device."""
+    def check_rows(self, source: Bytes, units: Ints | None = None) -> tuple[Found, torch.Tensor]:
+        """What the kernels find in staged rows, and a copy of those on the device; `units` as `prove_rows` has it."""
         assert self.kernels is not None
         with self._stream():
             piece = self._words(source)
-            return self.kernels.check_rows(piece), piece
+            return self.kernels.check_rows(piece, units), piece
 
     def scatter_rows(self, tables: list[Table], source: Bytes | torch.Tensor) -> None:
         """Inverse of `gather_rows`."""

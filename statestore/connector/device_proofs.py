@@ -12,9 +12,10 @@ import numpy as np
 
 from statestore.checksum import finish
 from statestore.connector.checks import VerificationFailed
+from statestore.digest import ML64, digest_bytes, unit_digest
 from statestore.geometry import Geometry
 from statestore.gpu.found import Found
-from statestore.reshard import Ints, Unit, head_bytes
+from statestore.reshard import ROW_DIGEST, Ints, Unit, head_bytes
 
 
 def heads_digests(found: Found, geometry: Geometry) -> list[str]:
@@ -55,27 +56,25 @@ def rows_problem(found: Found, geometry: Geometry, first: int, finite: bool) -> 
     return None
 
 
-class UnitSums:
-    """The sums of an object's units, whose rows come piece by piece."""
+class RowSums:
+    """The digests of an object's rows, which come piece by piece: its table."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = units
-        self._starts = np.array([unit.first for unit in units])
-        self._sums = [0] * len(units)
-        self._low = 0
+    def __init__(self, rows: int, row_bytes: int) -> None:
+        self._row = row_bytes
+        self.table = np.zeros((rows, ROW_DIGEST), np.uint8)
+        """[rows, bytes]: of those that have been added."""
 
-    def places(self, low: int, high: int) -> Ints:
-        """[2, rows] of the object's rows [low, high): each one's unit, from 0 for the first of them, and row there."""
-        rows = np.arange(low, high)
-        units = np.searchsorted(self._starts, rows, side="right") - 1
-        self._low = int(units[0])
-        return np.stack([units - self._low, rows - self._starts[units]])
+    @staticmethod
+    def places(rows: int) -> Ints:
+        """[2, rows]: every row is a unit of its own, as the kernels call it."""
+        return np.stack([np.arange(rows), np.zeros(rows, np.int64)])
 
-    def add(self, found: Found) -> None:
-        """What was found of the rows that `places` was asked for last."""
-        for number, total in enumerate(found.sums):
-            self._sums[self._low + number] += total
+    def add(self, low: int, found: Found) -> None:
+        """What was found of rows `low` and those that follow, with `places` of them."""
+        self.table[low : low + len(found.sums)] = digest_bytes(
+            [finish(total, self._row) for total in found.sums]
+        )
 
-    def digests(self) -> tuple[str, ...]:
+    def digests(self, units: Sequence[Unit]) -> tuple[str, ...]:
         """A digest a unit, once all rows have come."""
-        return tuple(finish(total, unit.nbytes) for total, unit in zip(self._sums, self._units, strict=True))
+        return tuple(unit_digest(self.table[u.first : u.first + u.count], ML64) for u in units)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from statestore.boundary import BoundaryRecord
-from statestore.checksum import finish
 from statestore.connector import faults
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.connector.checks import (
@@ -23,14 +23,21 @@ from statestore.connector.checks import (
     check_epoch,
     check_table,
 )
-from statestore.connector.device_proofs import heads_digests, heads_problem, rows_problem
+from statestore.connector.device_proofs import RowSums, heads_digests, heads_problem, rows_problem
 from statestore.connector.messages import LoadJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.connector.store_ahead import PIECE, ReadAhead
-from statestore.digest import ALGORITHMS, ML64
+from statestore.digest import ALGORITHMS, ML64, first_null, row_digests, unit_digest
 from statestore.geometry import GeometryError
 from statestore.pool import Pool, SizeMismatch
-from statestore.reshard import GeometryMismatch, Piece, ReadPlan, RecordIncomplete, plan_read_chain
+from statestore.reshard import (
+    ROW_DIGEST,
+    GeometryMismatch,
+    Piece,
+    ReadPlan,
+    RecordIncomplete,
+    plan_read_chain,
+)
 
 LANES = 2
 """Threads that copy and check one load."""
@@ -99,11 +106,15 @@ class Loader:
         data = _bytes(run, staging)
         for piece in reversed(run):
             if piece.entry.key not in home:
-                ahead.wait(piece.at + piece.unit.nbytes)
+                ahead.wait(piece.at + piece.nbytes)
                 break
         here = [piece for piece in run if piece.entry.key in home]
+        if not self._verify or run[0].rows is not None:
+            copy_from_home(here, home, staging, 0, max(piece.nbytes for piece in run))
         if not self._verify:
-            copy_from_home(here, home, staging, 0, max(piece.unit.nbytes for piece in run))
+            return
+        if run[0].rows is not None:
+            self._check_some(run[0], data)
             return
         g, first, algorithm = self._geometry, run[0].unit.first, run[0].entry.digest
         if algorithm == ML64 and self._view.proves:
@@ -121,7 +132,7 @@ class Loader:
         else:
             proof = RowsProof(data, [run[0].unit], g, False, first, algorithm)
             count, low = run[0].unit.count, first
-        size = run[0].unit.nbytes // count
+        size = run[0].nbytes // count
         for at in range(0, count, proof.step):
             end = min(at + proof.step, count)
             copy_from_home(here, home, staging, at * size, end * size)
@@ -129,6 +140,27 @@ class Loader:
         _compare(run, proof.digests())
         if proof.problem is not None:
             raise proof.problem
+
+    def _check_some(self, piece: Piece, data: Bytes) -> None:
+        """Some rows of a unit, with its table behind them: the table first, by the record, then they by the table."""
+        assert piece.rows is not None
+        end = len(piece.rows) * piece.row_bytes
+        table, algorithm = data[end:], piece.entry.digest
+        _compare([piece], [unit_digest(table, algorithm)])
+        rows = data[:end].reshape(len(piece.rows), -1)
+        wrong = row_digests(rows, algorithm) != table.reshape(-1, ROW_DIGEST)[piece.rows]
+        if wrong.any():
+            row = piece.unit.first + int(piece.rows[wrong.any(axis=1).argmax()])
+            raise VerificationFailed(
+                "digest", f"{piece.entry.key}: row {row} has another digest than the object's table says"
+            )
+        null = first_null(rows.reshape(-1, self._geometry.latent_row_bytes))
+        if null is not None:
+            index, layer = divmod(null, len(self._geometry.mla_layers))
+            where = (
+                f"row {piece.unit.first + int(piece.rows[index])}, layer {self._geometry.mla_layers[layer]}"
+            )
+            raise VerificationFailed("null_state", f"MLA {where} is all zeros")
 
     def _look(
         self, run: list[Piece], data: Bytes
@@ -138,8 +170,12 @@ class Loader:
         if run[0].tokens is None:
             found, copy = self._view.check_heads(data)
             return heads_digests(found, g), heads_problem(found, g, unit.first), copy
-        found, copy = self._view.check_rows(data)
-        return [finish(found.sums[0], unit.nbytes)], rows_problem(found, g, unit.first, finite=False), copy
+        sums = RowSums(unit.count, run[0].row_bytes)
+        found, copy = self._view.check_rows(data, sums.places(unit.count))
+        sums.add(0, found)
+        # Its rows alone, and so the first of a table.
+        digests = sums.digests([replace(unit, first=0)])
+        return digests, rows_problem(found, g, unit.first, finite=False), copy
 
     def _plan(self, records: Sequence[BoundaryRecord], local_tokens: int) -> ReadPlan:
         """What to read of records that are what they say they are."""
@@ -167,7 +203,9 @@ class Loader:
             self._view.scatter_heads(job.blocks, piece.head, len(run), data)
             return
         tokens = piece.tokens
-        if not piece.wanted.all():
+        if piece.rows is not None:
+            data = data[: len(tokens) * piece.row_bytes]
+        elif not piece.wanted.all():
             assert isinstance(data, np.ndarray)  # a device keeps whole units only
             rows = data.reshape(len(tokens), -1)[piece.wanted]
             data, tokens = np.ascontiguousarray(rows).reshape(-1), tokens[piece.wanted]
@@ -177,10 +215,14 @@ class Loader:
 def copy_from_home(
     pieces: Sequence[Piece], home: Mapping[str, Bytes], staging: Bytes, low: int, high: int
 ) -> None:
-    """Bytes [low, high) of each piece into its place in staging."""
+    """Bytes [low, high) of each whole piece into its place in staging; of some rows of a unit, all that is read."""
     for piece in pieces:
-        source, nbytes = home[piece.entry.key], min(high, piece.unit.nbytes) - low
-        at = piece.unit.offset + low
+        source = home[piece.entry.key]
+        if piece.rows is not None:
+            for at, to, nbytes in piece.ranges():
+                np.copyto(staging[to : to + nbytes], source[at : at + nbytes])
+            continue
+        at, nbytes = piece.unit.offset + low, min(high, piece.unit.nbytes) - low
         np.copyto(staging[piece.at + low : piece.at + low + nbytes], source[at : at + nbytes])
 
 
@@ -244,8 +286,8 @@ def _runs(pieces: Sequence[Piece], limit: int | None = None) -> list[list[Piece]
             and piece.entry.digest == last.entry.digest
             and piece.head == last.head + 1
             and piece.unit.first == last.unit.first + 1
-            and piece.at == last.at + last.unit.nbytes
-            and (limit is None or piece.at + piece.unit.nbytes - runs[-1][0].at <= limit)
+            and piece.at == last.at + last.nbytes
+            and (limit is None or piece.at + piece.nbytes - runs[-1][0].at <= limit)
         ):
             runs[-1].append(piece)
         else:
@@ -254,4 +296,4 @@ def _runs(pieces: Sequence[Piece], limit: int | None = None) -> list[list[Piece]
 
 
 def _bytes(run: list[Piece], staging: Bytes) -> Bytes:
-    return staging[run[0].at : run[-1].at + run[-1].unit.nbytes]
+    return staging[run[0].at : run[-1].at + run[-1].nbytes]

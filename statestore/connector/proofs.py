@@ -12,11 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from statestore.connector.cache_view import Bytes
 from statestore.connector.checks import VerificationFailed
-from statestore.digest import XXH3, all_finite, first_not_finite, first_null, stream
+from statestore.digest import (
+    XXH3,
+    all_finite,
+    first_not_finite,
+    first_null,
+    row_digests,
+    stream,
+    unit_digest,
+)
 from statestore.geometry import Geometry
-from statestore.reshard import Unit, head_bytes, row_bytes
+from statestore.reshard import ROW_DIGEST, Unit, head_bytes, row_bytes
 
 _TILE = 512 << 10
 """Bytes that are taken at once."""
@@ -84,7 +94,8 @@ class HeadsProof:
 
 
 class RowsProof:
-    """Latent rows, [rows, layers, bytes] of `data`, whose first row is row `first` of the object; a digest a unit."""
+    """Latent rows, [rows, layers, bytes] of `data`, whose first row is row `first` of the object; a digest a row in
+    `table`, and one a unit of its part of the table."""
 
     def __init__(
         self,
@@ -98,17 +109,17 @@ class RowsProof:
         """`units`: runs of rows of the object that cover `data` in order; `finite`: also look at every number."""
         self._geometry, self._finite, self._first = geometry, finite, first
         self._data, self._units, self._row = data, units, row_bytes(geometry)
-        self._streams = [stream(algorithm) for _ in units]
+        self._algorithm = algorithm
+        self.table = np.zeros((len(data) // self._row, ROW_DIGEST), np.uint8)
+        """[rows, bytes]: of those that have been taken."""
         self.problem: VerificationFailed | None = None
         self.step = max(1, _TILE // self._row)
         """Rows that are best taken at once."""
 
     def take(self, rows: range) -> None:
         """The next rows, numbered as in the object."""
-        for running, unit in zip(self._streams, self._units, strict=True):
-            low, high = max(rows.start, unit.first), min(rows.stop, unit.first + unit.count)
-            if low < high:
-                running.update(self._bytes(low, high))
+        taken = self._bytes(rows.start, rows.stop).reshape(-1, self._row)
+        self.table[rows.start - self._first : rows.stop - self._first] = row_digests(taken, self._algorithm)
         if self.problem is None:
             self._look(rows)
 
@@ -119,8 +130,12 @@ class RowsProof:
             self.take(range(low, min(low + self.step, end)))
 
     def digests(self) -> tuple[str, ...]:
-        """One a unit, of what has been taken."""
-        return tuple(running.hexdigest() for running in self._streams)
+        """One a unit, once all rows have been taken."""
+        return tuple(
+            unit_digest(self.table[low : low + unit.count], self._algorithm)
+            for unit in self._units
+            for low in (unit.first - self._first,)
+        )
 
     def _bytes(self, low: int, high: int) -> Bytes:
         return self._data[(low - self._first) * self._row : (high - self._first) * self._row]

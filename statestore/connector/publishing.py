@@ -13,13 +13,13 @@ from functools import partial
 from statestore.boundary import ObjectEntry, object_key
 from statestore.connector.cache_view import Bytes, CacheView
 from statestore.connector.checks import check_table
-from statestore.connector.device_proofs import UnitSums, heads_digests, heads_problem, rows_problem
+from statestore.connector.device_proofs import RowSums, heads_digests, heads_problem, rows_problem
 from statestore.connector.messages import PublishJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.connector.store_ahead import PUT_PIECE, StreamedPuts
 from statestore.digest import ML64, XXH3
 from statestore.pool import Placement, Pool, Reservation
-from statestore.reshard import ObjectPlan, Packing, plan_write
+from statestore.reshard import ObjectPlan, Packing, plan_write, row_bytes
 
 HEADS_AT_ONCE = 2
 """Least heads that are gathered as one piece: a layer is one copy whatever its heads, and a large model's heads are so
@@ -111,11 +111,11 @@ class Publisher:
         return tuple(digests)
 
     def _write_rows(self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put) -> tuple[str, ...]:
-        """The same, some rows after the other."""
+        """The same, some rows after the other, and at the end the table of their digests."""
         if self._view.proves:
             return self._write_proved_rows(job, plan, data, put)
-        proof = RowsProof(data, plan.units, self._geometry, finite=True)
-        size = plan.nbytes // len(plan.tokens)
+        proof = RowsProof(data[: plan.payload], plan.units, self._geometry, finite=True)
+        size = row_bytes(self._geometry)
         for first, rows in _pieces(len(plan.tokens), size):
             step = proof.step if self._view.on_host else rows
             for low in range(first, first + rows, step):
@@ -125,21 +125,24 @@ class Publisher:
                 if proof.problem is not None:
                     raise proof.problem
             put(first * size, data[first * size : (first + rows) * size])
+        _put_table(plan, data, proof.table, put)
         return proof.digests()
 
     def _write_proved_rows(
         self, job: PublishJob, plan: ObjectPlan, data: Bytes, put: _Put
     ) -> tuple[str, ...]:
-        sums, size = UnitSums(plan.units), plan.nbytes // len(plan.tokens)
+        size = row_bytes(self._geometry)
+        sums = RowSums(len(plan.tokens), size)
         for first, rows in _pieces(len(plan.tokens), size):
             piece = data[first * size : (first + rows) * size]
-            places = sums.places(first, first + rows)
-            found = self._view.prove_rows(job.blocks, plan.tokens[first : first + rows], piece, places)
+            some = plan.tokens[first : first + rows]
+            found = self._view.prove_rows(job.blocks, some, piece, sums.places(rows))
             if problem := rows_problem(found, self._geometry, first, finite=True):
                 raise problem
             put(first * size, piece)
-            sums.add(found)
-        return sums.digests()
+            sums.add(first, found)
+        _put_table(plan, data, sums.table, put)
+        return sums.digests(plan.units)
 
     def _key(self, job: PublishJob, plan: ObjectPlan) -> str:
         return object_key(self._geometry.model_digest, job.epoch, plan.group, self._rank, job.link)
@@ -151,6 +154,13 @@ class Publisher:
         segments = job.segment.split(",")
         # Asked for nothing, the store would take any segment, also one of a worker that may leave first.
         return segments[self._rank % len(segments)] or self._pool.segment_name
+
+
+def _put_table(plan: ObjectPlan, data: Bytes, table: Bytes, put: _Put) -> None:
+    """The digests of the rows behind them."""
+    behind = data[plan.payload :]
+    behind[:] = table.reshape(-1)
+    put(plan.payload, behind)
 
 
 def _entry(

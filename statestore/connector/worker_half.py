@@ -30,7 +30,7 @@ from statestore.connector.messages import LinkName, LoadJob, PublishJob, RankRep
 from statestore.connector.publishing import Publisher
 from statestore.geometry import Geometry
 from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable, SizeMismatch
-from statestore.reshard import CHUNK
+from statestore.reshard import CHUNK, stored_row_bytes
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def staging_bytes(geometry: Geometry, longest: int) -> int:
     """
     sizes = geometry.sizes
     rows = min(longest, -(-longest // geometry.dcp) + CHUNK)
-    return min(max(2 * (sizes.kda_rank + rows * sizes.mla_token), LEAST_STAGING), MOST_STAGING)
+    return min(max(2 * (sizes.kda_rank + rows * stored_row_bytes(geometry)), LEAST_STAGING), MOST_STAGING)
 
 
 def failure_kind(error: Exception) -> str:

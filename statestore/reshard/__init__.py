@@ -11,10 +11,15 @@ a record, one a layer group; a reading rank takes only what it owns::
     mla   token-major  [tokens of the rank][MLA layers] x latent row
           MLA rows are the same on every TP rank, so the tokens are divided among the ranks that hold them
           (`written_tokens`): each is stored once. Inside an object the rows lie grouped by the DCP rank that will own
-          them, in token order (`Packing`): a reading rank takes one run. The unit of digests is a run of at most
-          `CHUNK` rows of one owner.
+          them, in token order (`Packing`): a reading rank takes one run. Behind the rows lies a table with the digest
+          of every row, `ROW_DIGEST` bytes each. The unit of digests is a run of at most `CHUNK` rows of one owner; its
+          digest in the record is that of its part of the table.
 
-Both orders make the unit of reading contiguous, so bytes moved equal bytes needed whenever the packing is the reader's.
+Both orders make the unit of reading contiguous. A rank that needs a whole unit reads its rows and computes the table;
+one that needs some of its rows (they were packed for another layout, or the rank holds a prefix already) reads those
+and the unit's part of the table, when that is less. So bytes moved are bytes needed, but for `ROW_DIGEST` bytes a row
+of the units that are read in part: docs/handoff.md has the sum.
+
 The boundary record keeps base, length, packing and the writer's geometry: together they say everything about the inside
 of its objects, and both sides compute it with the same function (`plan_write`). A record with a base holds the rows of
 [base, length) only; the records of its chain hold the others (`plan_read_chain`), each in a layout of its own.
@@ -27,6 +32,7 @@ nothing imports an engine, torch or a store's client.
 from statestore.reshard.compat import GeometryMismatch, compatible, meaning, refusal
 from statestore.reshard.objects import (
     CHUNK,
+    ROW_DIGEST,
     SPLIT_TOKENS,
     Packing,
     Unit,
@@ -36,6 +42,7 @@ from statestore.reshard.objects import (
     mla_units,
     row_bytes,
     row_tokens,
+    stored_row_bytes,
     written_tokens,
 )
 from statestore.reshard.ownership import (
@@ -60,6 +67,7 @@ from statestore.reshard.plan import (
 
 __all__ = [
     "CHUNK",
+    "ROW_DIGEST",
     "SPLIT_TOKENS",
     "GeometryMismatch",
     "Ints",
@@ -88,5 +96,6 @@ __all__ = [
     "refusal",
     "row_bytes",
     "row_tokens",
+    "stored_row_bytes",
     "written_tokens",
 ]

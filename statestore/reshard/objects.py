@@ -11,8 +11,12 @@ from numpy.typing import ArrayLike
 from statestore.geometry import Geometry
 from statestore.reshard.ownership import Ints, local_length, owned_tokens, owner
 
-CHUNK = 1024
-"""Rows of the largest MLA unit: 4.7 MB for two fp32 layers, 28 MB for K3's 24 bf16 layers."""
+CHUNK = 128
+"""Rows of the largest MLA unit: 0.6 MB for two fp32 layers, 3.5 MB for K3's 24 bf16 layers. A unit is a digest in the
+record, 35 bytes of it, and its table is what a reader of some of its rows reads beside them, 1 KiB."""
+
+ROW_DIGEST = 8
+"""Bytes of a row's digest in its object's table."""
 
 SPLIT_TOKENS = 16
 """Writing ranks divide the tokens they hold in multiples of it."""
@@ -47,7 +51,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest run of bytes that is read and checked by itself."""
+    """A run of bytes with a digest in the record. Of a unit of rows, some rows can be read and checked by the table."""
 
     offset: int
     """Byte at which it starts in its object."""
@@ -68,6 +72,12 @@ def head_bytes(geometry: Geometry) -> int:
 def row_bytes(geometry: Geometry) -> int:
     """Bytes of one token's latent rows in all MLA layers."""
     return geometry.sizes.mla_token
+
+
+def stored_row_bytes(geometry: Geometry) -> int:
+    """Bytes that one token takes in the store: its rows, and their digest in the table; 0 without MLA layers."""
+    size = row_bytes(geometry)
+    return size + ROW_DIGEST if size else 0
 
 
 def heads_of(geometry: Geometry, rank: int) -> range:

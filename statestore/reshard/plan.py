@@ -5,8 +5,9 @@ A chain (docs/checkpoints.md) is read like one boundary: the KDA state of its la
 latent rows of [base, length).
 
 A rank reads the heads it owns, from whichever rank wrote them, and the latent rows of the tokens it owns under its own
-DCP layout. When rows were packed for another layout, a unit may hold rows of other ranks too; they are read with it
-(digests cover whole units) and not used. `ReadPlan.bytes_needed` is what the rank uses, so that the excess is counted.
+DCP layout. When rows were packed for another layout, or it holds a prefix already, a unit may hold rows that it does
+not want. Then it reads those that it wants and the unit's part of the table, or all rows, whichever is less.
+`ReadPlan.bytes_needed` is what the rank uses, so that the excess is counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from statestore.checkpoints.chain import check_chain
 from statestore.geometry import Geometry
 from statestore.reshard.compat import compatible
 from statestore.reshard.objects import (
+    ROW_DIGEST,
     Packing,
     Unit,
     heads_of,
@@ -45,16 +47,26 @@ class ObjectPlan:
 
     group: Group
     units: tuple[Unit, ...]
-    """In the object's order; they cover it without a gap."""
+    """In the object's order; they cover it without a gap, up to the table."""
     tokens: Ints
     """mla: the token of each row; kda: empty, its heads are the rank's in order."""
     token_lo: int
     token_hi: int
 
     @property
+    def payload(self) -> int:
+        """Bytes of state; behind them lies the table of the rows' digests."""
+        return self.units[-1].offset + self.units[-1].nbytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the object."""
-        return self.units[-1].offset + self.units[-1].nbytes
+        return self.payload + ROW_DIGEST * len(self.tokens)
+
+    def table_of(self, unit: Unit) -> slice:
+        """Bytes of the object that hold the digests of the rows of one of its units of rows."""
+        at = self.payload + ROW_DIGEST * unit.first
+        return slice(at, at + ROW_DIGEST * unit.count)
 
 
 def plan_write(
@@ -94,9 +106,36 @@ class Piece:
     head: int = -1
     """kda: index on the reading rank."""
     tokens: Ints | None = None
-    """mla: the token of each row."""
+    """mla: the token of each row that is read."""
     wanted: NDArray[np.bool_] | None = None
-    """mla: which rows this rank owns and does not hold yet."""
+    """mla: which of those this rank owns and does not hold yet."""
+    rows: Ints | None = None
+    """mla: which rows of the unit are read, when not all of them are; the unit's table is staged behind them."""
+    table: int = 0
+    """mla: byte of the object at which the unit's table begins."""
+
+    @property
+    def row_bytes(self) -> int:
+        """mla: bytes of one row."""
+        return self.unit.nbytes // self.unit.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, and staged."""
+        if self.rows is None:
+            return self.unit.nbytes
+        return len(self.rows) * self.row_bytes + ROW_DIGEST * self.unit.count
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(byte in the object, byte in the staging region, bytes) of what is read."""
+        if self.rows is None:
+            return [(self.unit.offset, self.at, self.unit.nbytes)]
+        size, at = self.row_bytes, self.at
+        ranges = []
+        for run in np.split(self.rows, np.flatnonzero(np.diff(self.rows) != 1) + 1):
+            ranges.append((self.unit.offset + int(run[0]) * size, at, len(run) * size))
+            at += len(run) * size
+        return [*ranges, (self.table, at, ROW_DIGEST * self.unit.count)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +163,7 @@ class ReadPlan:
     @property
     def nbytes(self) -> int:
         """Bytes that cross the wire, which is also the staging room that the rank needs."""
-        return sum(piece.unit.nbytes for piece in self.pieces)
+        return sum(piece.nbytes for piece in self.pieces)
 
     def reads(self) -> tuple[ObjectRead, ...]:
         """The same bytes as few ranges."""
@@ -132,12 +171,12 @@ class ReadPlan:
         for _, of_object in groupby(self.pieces, key=lambda piece: piece.entry.key):
             ranges: list[tuple[int, int, int]] = []
             for piece in of_object:
-                unit = piece.unit
-                if ranges and ranges[-1][0] + ranges[-1][2] == unit.offset:
-                    source, target, nbytes = ranges[-1]
-                    ranges[-1] = (source, target, nbytes + unit.nbytes)
-                else:
-                    ranges.append((unit.offset, piece.at, unit.nbytes))
+                for at, to, nbytes in piece.ranges():
+                    if ranges and ranges[-1][0] + ranges[-1][2] == at:
+                        first, target, before = ranges[-1]
+                        ranges[-1] = (first, target, before + nbytes)
+                    else:
+                        ranges.append((at, to, nbytes))
             reads.append(ObjectRead(piece.entry, tuple(ranges)))
         return tuple(reads)
 
@@ -147,7 +186,7 @@ def plan_read(
 ) -> ReadPlan:
     """What TP rank `rank` of `target` reads of a boundary without parents that `source` wrote.
 
-    Rows of tokens below `local_tokens` are not read, except where they share a unit with rows that are.
+    Rows of tokens below `local_tokens` are not read, except where that is less than the table of their unit.
     Raises GeometryMismatch when the geometries do not map, RecordIncomplete naming what the record lacks, ValueError
     for a rank or a number of local tokens that does not exist.
     """
@@ -188,7 +227,7 @@ def _plan(
     for record, source in chain:
         if record is not last and record.length <= local_tokens:
             continue
-        at = pieces[-1].at + pieces[-1].unit.nbytes if pieces else 0
+        at = pieces[-1].at + pieces[-1].nbytes if pieces else 0
         for piece, used in _pieces(record, source, target, rank, local_tokens, record is last, at):
             pieces.append(piece)
             needed += used
@@ -229,9 +268,24 @@ def _pieces(
                 wanted = owner(tokens, target.dcp, target.interleave) == dcp_rank
                 wanted &= tokens >= local_tokens
                 if wanted.any():
-                    piece = Piece(entry, unit, digest, at, tokens=tokens, wanted=wanted)
+                    piece = _rows_piece(entry, unit, digest, at, tokens, wanted, plan.table_of(unit).start)
                     yield piece, int(wanted.sum()) * row_bytes(target)
-                    at += unit.nbytes
+                    at += piece.nbytes
+
+
+def _rows_piece(
+    entry: ObjectEntry,
+    unit: Unit,
+    digest: str,
+    at: int,
+    tokens: Ints,
+    wanted: NDArray[np.bool_],
+    table: int,
+) -> Piece:
+    """What is least to read of a unit of which some rows are wanted: those with the table, or all rows."""
+    rows = np.flatnonzero(wanted)
+    some = Piece(entry, unit, digest, at, -1, tokens[rows], wanted[rows], rows, table)
+    return some if some.nbytes < unit.nbytes else Piece(entry, unit, digest, at, -1, tokens, wanted)
 
 
 def _overlap(one: range, other: range) -> bool:

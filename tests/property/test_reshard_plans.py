@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from statestore.geometry import Geometry
 from statestore.reshard import (
     CHUNK,
+    ROW_DIGEST,
     GeometryMismatch,
     ObjectPlan,
     Packing,
@@ -30,6 +31,7 @@ from statestore.reshard import (
     place,
     plan_read,
     plan_write,
+    row_bytes,
     written_tokens,
 )
 from tests.property.reshard_cases import DCP_SIZES, TP_SIZES, Case, cases, geometry
@@ -100,7 +102,10 @@ def test_equal_geometry_reads_whole_objects() -> None:
     for rank in range(4):
         reads = plan_read(record, geom, geom, rank).reads()
         assert [read.entry.group for read in reads] == ["kda", "mla", "mla", "mla", "mla"]
-        assert all(read.whole for read in reads)
+        assert all(len(read.ranges) == 1 for read in reads)
+        # Nobody who reads all rows needs the digests behind them.
+        tables = [(read.entry.token_hi - read.entry.token_lo) * ROW_DIGEST for read in reads[1:]]
+        assert [read.entry.nbytes - read.ranges[0][2] for read in reads] == [0, *tables]
 
 
 def test_readers_spread_over_writers() -> None:
@@ -134,19 +139,26 @@ def test_rank_that_owns_no_token_reads_its_heads_only() -> None:
 
 
 def test_packing_saves_the_other_owners_rows() -> None:
-    """Interleave 1 under DCP8: one range an object when packed, and every row of every rank when not."""
-    source, target = geometry(tp=4), geometry(tp=8, dcp=8, interleave=1)
-    moved = {}
+    """Interleave 1 under DCP8: one range an object when packed, and when not the digests of all rows beside those
+    that are wanted, which lie alone, each eighth one."""
+    wide = {"mla_layers": (4, 5, 6, 7), "latent_width": 576}
+    source, target = geometry(**wide, tp=4), geometry(**wide, tp=8, dcp=8, interleave=1)
+    moved, ranges = {}, {}
     for packing in (Packing.for_reader(target), Packing()):
         record, _ = publish(Case(source, target, 1600, packing), World.random(source, 1600))
         plan = plan_read(record, source, target, 3)
         heads = sum(p.unit.nbytes for p in plan.pieces if p.tokens is None)
         moved[packing.dcp] = (plan.nbytes - heads) / (plan.bytes_needed - heads)
-    assert moved == {8: 1.0, 1: 8.0}
+        ranges[packing.dcp] = sum(len(read.ranges) for read in plan.reads() if read.entry.group == "mla")
+    assert moved == {8: 1.0, 1: 1 + 8 * ROW_DIGEST / row_bytes(source)}
+    # Of four writers; without packing 200 rows, and the tables of 4 units each, one of which follows its last row.
+    assert ranges[8] == 4
+    assert 200 < ranges[1] <= 200 + 16
 
 
 def test_a_local_prefix_is_not_read_again() -> None:
-    """Only units with rows beyond the prefix: here the last of the three units of the second of two writers."""
+    """Only units with rows beyond the prefix, here the last of the second of two writers, and of those the table and
+    the rows beyond it where that is less."""
     geom = geometry(tp=1)
     source = geometry(tp=2)
     length = 5 * CHUNK
@@ -156,6 +168,15 @@ def test_a_local_prefix_is_not_read_again() -> None:
     assert last.unit.count == CHUNK // 2
     assert last.wanted is not None
     assert int(last.wanted.sum()) == 5
+    assert last.rows is not None
+    assert last.rows.tolist() == list(range(CHUNK // 2 - 5, CHUNK // 2))
+    assert last.nbytes == 5 * row_bytes(geom) + ROW_DIGEST * CHUNK // 2
+    # Without its table a unit of which most is wanted is less.
+    (last,) = [
+        p for p in plan_read(record, source, geom, 0, length - CHUNK // 2 + 3).pieces if p.tokens is not None
+    ]
+    assert last.rows is None
+    assert last.nbytes == last.unit.nbytes
     assert not any(p.tokens is not None for p in plan_read(record, source, geom, 0, length).pieces)
 
 
@@ -303,10 +324,25 @@ def _all_rows(plan: ReadPlan) -> ReadPlan:
 
 
 def _neighbours_object(plan: ReadPlan) -> ReadPlan:
-    first, second = [p for p in plan.pieces if p.tokens is not None][:2]
+    first = next(p for p in plan.pieces if p.tokens is not None)
+    second = next(p for p in plan.pieces if p.tokens is not None and p.entry is not first.entry)
 
     def change(piece: Piece) -> Piece:
         return dataclasses.replace(piece, entry=second.entry if piece.entry is first.entry else piece.entry)
+
+    return _mla(plan, change)
+
+
+def _shifted_table(plan: ReadPlan) -> ReadPlan:
+    return _mla(plan, lambda p: dataclasses.replace(p, table=p.table + ROW_DIGEST))
+
+
+def _rows_beside(plan: ReadPlan) -> ReadPlan:
+    """The rows after those that are wanted, with these ones' tokens."""
+
+    def change(piece: Piece) -> Piece:
+        assert piece.rows is not None
+        return dataclasses.replace(piece, rows=(piece.rows + 1) % piece.unit.count)
 
     return _mla(plan, change)
 
@@ -336,6 +372,19 @@ TAMPERS = [
 )
 def test_property_notices_a_wrong_map(tamper: Callable[[ReadPlan], ReadPlan], packing: Packing) -> None:
     case = dataclasses.replace(CASE, length=400, packing=packing)
+    check(case)
+    with pytest.raises(AssertionError):
+        check(case, tamper=tamper)
+
+
+@pytest.mark.parametrize("tamper", [*TAMPERS, _shifted_table, _rows_beside])
+def test_property_notices_a_wrong_map_of_some_rows(tamper: Callable[[ReadPlan], ReadPlan]) -> None:
+    """Rows that are wide enough to be read one by one, with their unit's table."""
+    wide = {"kda_layers": (1,), "latent_width": 64}
+    case = Case(geometry(**wide, tp=2), geometry(**wide, tp=4, dcp=2, interleave=8), 400, Packing())
+    record, _ = publish(case, World.random(case.source, case.length))
+    pieces = plan_read(record, case.source, case.target, 0).pieces
+    assert all(p.rows is not None for p in pieces if p.tokens is not None)
     check(case)
     with pytest.raises(AssertionError):
         check(case, tamper=tamper)

@@ -117,14 +117,44 @@ async def test_another_salt_or_prefix_shares_nothing(prompt: list[int], salt: st
     assert h.intent(request).base == 0
 
 
-async def test_a_parent_that_was_evicted_between_look_up_and_open_is_done_without() -> None:
-    h = await joined()
-    await publish(h)
-    chain = h.role.publisher.index.lookup(PROMPT, "", LENGTH)
-    for record in reversed(chain):  # by somebody whose view is fresher than the index
+async def evicted_unseen(h: PrefillHarness) -> None:
+    """PROMPT's checkpoints go, by somebody whose view is fresher than this worker's index."""
+    for record in reversed(h.role.publisher.index.lookup(PROMPT, "", LENGTH)):
         for name in [*h.own()]:
             await h.ledger.release(await h.ledger.get(name))  # type: ignore[arg-type]
         assert await h.ledger.begin_eviction(record) is not None
+
+
+async def test_a_publish_that_loses_its_parent_at_the_open_counts_all_rows() -> None:
+    h = await joined()
+    await publish(h)
+    await evicted_unseen(h)
+    request = await h.role.prepare(j := job(Stream(), [*PROMPT, 5], publish=pb.Publish()))
+    assert h.intent(request).base == 0
+    name = str(j.state["publication"].epoch)
+    links = (LENGTH + 1) // h.intent(request).checkpoint_tokens
+    assert h.role.publisher.budget.held(name) == publish_bytes(geometry(), 0, LENGTH + 1, links)
+
+
+async def test_a_publish_that_loses_its_parent_and_has_no_room_for_all_rows_is_refused() -> None:
+    h = await joined()
+    _, _, message = await publish(h)
+    await h.role.release([message.boundary])
+    await evicted_unseen(h)
+    budget = h.role.publisher.budget
+    # Room for the rows behind the parent beside it, and 32 bytes less than for all rows alone.
+    budget.capacity = publish_bytes(geometry(), 0, LENGTH + 1) - 32
+    used = budget.used
+    with pytest.raises(Refused, match="room"):
+        await h.role.prepare(job(Stream(), [*PROMPT, 5], publish=pb.Publish()))
+    assert budget.used <= used, "what was held for it is given back"
+    assert h.own() == [], "no record is left pending"
+
+
+async def test_a_parent_that_was_evicted_between_look_up_and_open_is_done_without() -> None:
+    h = await joined()
+    await publish(h)
+    await evicted_unseen(h)
     _, request, message = await publish(h, [*PROMPT, 5])
     assert h_load(h, request) == ()
     assert message.committed
@@ -289,7 +319,7 @@ async def test_checkpoints_stay_within_their_limit() -> None:
     assert any(r.prefix_hash == prefix_hash([5, *PROMPT[1:64]]) for r in h.checkpoints().values())
 
 
-@pytest.mark.parametrize(("share", "spacing"), [(1.0, 16), (0.7, 32), (0.45, 64), (0.2, 0), (0.0, 0)])
+@pytest.mark.parametrize(("share", "spacing"), [(1.0, 16), (0.7, 32), (0.5, 64), (0.2, 0), (0.0, 0)])
 async def test_a_small_limit_makes_checkpoints_fewer(share: float, spacing: int) -> None:
     h = await joined(checkpoint_bytes=max(1, int(PROMISED * share)))
     request = await h.role.prepare(job(Stream(), PROMPT, publish=pb.Publish()))

@@ -88,7 +88,7 @@ def test_meaning_and_refusal_agree(field: str) -> None:
         "recurrent_dtype": "bfloat16",
         "conv_dtype": "float16",
         "kv_cache_dtype": "float16",
-        "layout_version": 2,
+        "layout_version": 1,
         "num_spec": 1,
         "tp": 1,
         "page_bytes": G.page_bytes * 2,

@@ -62,7 +62,7 @@ OTHER: dict[str, Any] = {
     "tp": 4,
     "dcp": 2,
     "interleave": 16,
-    "layout_version": 2,
+    "layout_version": 1,
 }
 """Another valid value of every field."""
 

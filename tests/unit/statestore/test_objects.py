@@ -14,6 +14,7 @@ from statestore.boundary import Epoch, object_key
 from statestore.geometry import LAYOUT_VERSION
 from statestore.reshard import (
     CHUNK,
+    ROW_DIGEST,
     Packing,
     Unit,
     head_bytes,
@@ -23,6 +24,7 @@ from statestore.reshard import (
     plan_write,
     row_bytes,
     row_tokens,
+    stored_row_bytes,
     written_tokens,
 )
 from tests.property.reshard_cases import geometry
@@ -31,7 +33,7 @@ G = geometry(tp=4)
 
 
 def test_the_version_of_this_layout() -> None:
-    assert LAYOUT_VERSION == 1
+    assert LAYOUT_VERSION == 2
 
 
 def test_heads_lie_head_major() -> None:
@@ -56,9 +58,9 @@ def test_rows_lie_token_major_and_grouped_by_owner() -> None:
 
 
 def test_units_have_at_most_a_chunk_of_rows() -> None:
-    assert CHUNK == 1024
-    counts = [unit.count for unit in mla_units(G, np.arange(2500), Packing())]
-    assert counts == [1024, 1024, 452]
+    assert CHUNK == 128
+    counts = [unit.count for unit in mla_units(G, np.arange(300), Packing())]
+    assert counts == [128, 128, 44]
 
 
 def test_tokens_are_divided_among_the_ranks_that_hold_them() -> None:
@@ -75,10 +77,26 @@ def test_tokens_are_divided_among_the_ranks_that_hold_them() -> None:
 def test_a_rank_writes_at_most_two_objects() -> None:
     kda, mla = plan_write(G, 3, 100)
     assert (kda.group, kda.nbytes, kda.token_lo, kda.token_hi) == ("kda", 12 * 198, 0, 100)
-    assert (mla.group, mla.nbytes, mla.token_lo, mla.token_hi) == ("mla", 20 * 12, 80, 100)
+    assert (mla.group, mla.nbytes, mla.token_lo, mla.token_hi) == ("mla", 20 * (12 + 8), 80, 100)
     assert [plan.group for plan in plan_write(G, 0, 5)] == ["kda"]
     assert [plan.group for plan in plan_write(dataclasses.replace(G, kda_layers=()), 3, 5)] == ["mla"]
     assert [plan.group for plan in plan_write(dataclasses.replace(G, mla_layers=()), 3, 5)] == ["kda"]
+
+
+def test_behind_the_rows_lies_a_table() -> None:
+    """8 bytes a row, in the rows' order; a unit's part of it is one run."""
+    assert (ROW_DIGEST, stored_row_bytes(G)) == (8, 12 + 8)
+    assert stored_row_bytes(dataclasses.replace(G, mla_layers=())) == 0
+    kda, mla = plan_write(dataclasses.replace(G, tp=1), 0, 300, Packing(2, 4))
+    assert (kda.payload, mla.payload, mla.nbytes) == (kda.nbytes, 300 * 12, 300 * 20)
+    # 152 tokens of the first owner, 148 of the second.
+    assert [unit.count for unit in mla.units] == [128, 24, 128, 20]
+    assert [mla.table_of(unit) for unit in mla.units] == [
+        slice(3600, 4624),
+        slice(4624, 4816),
+        slice(4816, 5840),
+        slice(5840, 6000),
+    ]
 
 
 def test_keys_carry_the_epoch() -> None:

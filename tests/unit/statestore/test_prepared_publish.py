@@ -16,6 +16,7 @@ from statestore.connector.cache_view import CacheView
 from statestore.connector.messages import PublishJob, RankReport
 from statestore.connector.publishing import Publisher
 from statestore.connector.worker_half import WorkerHalf
+from statestore.reshard import stored_row_bytes
 from tests.doubles.pool import PoolDouble, Store
 from tests.property.rank_caches import RankCaches, blocks_for
 from tests.property.reshard_cases import geometry
@@ -25,6 +26,7 @@ from tests.support.processes import wait_until
 
 G = geometry(tp=1, head_v=4)
 LENGTH = 100
+STORED = G.sizes.kda + LENGTH * stored_row_bytes(G)
 WORKER = "prefill-1"
 
 

@@ -11,7 +11,7 @@ import pytest
 from statestore.connector import proofs
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.proofs import HeadsProof, RowsProof
-from statestore.digest import unit_digest
+from statestore.digest import row_digests, unit_digest
 from statestore.reshard import Unit, head_bytes, row_bytes
 from tests.property.reshard_cases import geometry
 from tests.support.state_checks import check_heads, check_rows
@@ -58,7 +58,9 @@ def test_digests_are_those_of_the_units() -> None:
     units = [Unit(0, 7 * size, 0, 7, 0), Unit(7 * size, 13 * size, 7, 13, 1)]
     of_rows = RowsProof(rows, units, G, finite=True)
     assert found(of_rows) == ("", "")
-    assert of_rows.digests() == tuple(unit_digest(rows[u.offset : u.offset + u.nbytes]) for u in units)
+    table = row_digests(rows.reshape(ROWS, -1))
+    assert (of_rows.table == table).all()
+    assert of_rows.digests() == (unit_digest(table[:7]), unit_digest(table[7:]))
     rows[9 * size] ^= 1
     changed = RowsProof(rows, units, G, finite=True)
     changed.take_all()

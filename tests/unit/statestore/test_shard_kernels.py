@@ -15,7 +15,7 @@ from statestore.checksum import checksum, finish
 from statestore.connector import cache_view
 from statestore.connector.cache_view import CacheView
 from statestore.connector.device_copies import DeviceCopies
-from statestore.connector.device_proofs import UnitSums
+from statestore.connector.device_proofs import RowSums
 from statestore.digest import ML64, XXH3
 from statestore.geometry import Geometry
 from statestore.reshard import Packing, head_bytes, mla_units, row_bytes, row_tokens
@@ -157,11 +157,13 @@ def test_pieces_of_units_add_up() -> None:
     _, view = on_device(caches)
     tokens = row_tokens(np.arange(length), Packing(4, 1))
     units = mla_units(g, tokens, Packing(4, 1))
-    sums, whole = UnitSums(units), b"".join(world.token(int(token)) for token in tokens)
+    sums, whole = RowSums(length, row_bytes(g)), [world.token(int(token)) for token in tokens]
     for low, high in ((0, 7), (7, 23), (23, length)):
         piece = np.zeros((high - low) * row_bytes(g), np.uint8)
-        sums.add(view.prove_rows(tables, tokens[low:high], piece, sums.places(low, high)))
-    assert sums.digests() == tuple(checksum(whole[u.offset : u.offset + u.nbytes]) for u in units)
+        sums.add(low, view.prove_rows(tables, tokens[low:high], piece, sums.places(high - low)))
+    table = b"".join(int(checksum(row), 16).to_bytes(8, "little") for row in whole)
+    assert sums.table.tobytes() == table
+    assert sums.digests(units) == tuple(checksum(table[8 * u.first : 8 * (u.first + u.count)]) for u in units)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(ML64, ML64), (ML64, XXH3), (XXH3, ML64)])
