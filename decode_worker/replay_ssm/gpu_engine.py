@@ -106,8 +106,7 @@ class EngineRecords:
 
         self._pending = zeros()
         self._parity = zeros()
-        self._requests, self._counts, self._finals = zeros(), zeros(), zeros()
-        self._boundaries, self._boundary_counts = zeros(), zeros()
+        self._requests = zeros()
         self._slots, self._read_rows, self._write_rows = zeros(), zeros(), zeros()
         self._step_pending, self._write_at, self._conv_first = zeros(), zeros(), zeros()
         self._cu = zeros(self.max_requests + 1)
@@ -262,38 +261,25 @@ class EngineRecords:
             )
         if not align and not self._flush_all:
             gpu_engine_kernels.commit_step[(windows,)](
-                num_accepted_tokens, request_indices, self._requests, self._slots, self._cu, None, None,
-                self._pending, self._counts, self._finals, self._boundaries, self._boundary_counts,
-                0, 1, 1, 0, 0, MAPPED=request_indices is not None, ALIGN=False, WINDOW=self.window, num_warps=1,
+                num_accepted_tokens, request_indices, self._requests, self._slots, self._cu, self._pending,
+                MAPPED=request_indices is not None, num_warps=1,
             )  # fmt: skip
             return
-        gpu_engine_kernels.commit_step[(windows,)](
-            num_accepted_tokens, request_indices, self._requests, self._slots, self._cu,
-            block_table, num_computed_tokens, self._pending,
-            self._counts, self._finals, self._boundaries, self._boundary_counts,
-            int(self._flush_all), mamba_block_size or 1,
-            1 if block_table is None else block_table.shape[1],
-            0 if block_table is None else block_table.stride(0),
-            0 if block_table is None else block_table.stride(1),
-            MAPPED=request_indices is not None, ALIGN=align, WINDOW=self.window, num_warps=1,
-        )  # fmt: skip
-        self._flush(windows)
-
-    def _flush(self, windows: int) -> None:
-        """Fold the windows that ``commit`` marked, in all layers."""
-        from decode_worker.replay_ssm import gpu_engine_kernels
-
         first = next(iter(self.layers.values()))
         _, heads, value_dim, key_dim = first.state.shape
         states, convs, us, key_gates = self._tables
+        table = (1, 0, 0) if block_table is None else (block_table.shape[1], *block_table.stride())
         bounded = first.lower_bound is not None
-        gpu_engine_kernels.flush_layers[(windows, len(self.layers), heads)](
+        gpu_engine_kernels.commit_layers[(windows, len(self.layers), heads)](
+            num_accepted_tokens, request_indices, self._requests, self._slots, self._cu,
+            block_table, num_computed_tokens, self._pending,
             first.state, states, first.conv, convs, first.records.u, us, first.records.key_gate, key_gates,
-            self._a_log, self._dt_bias, self._write_rows, self._slots, self._counts, self._finals,
-            self._boundaries, self._boundary_counts, first.lower_bound if bounded else 0.0,
+            self._a_log, self._dt_bias, self._write_rows, first.lower_bound if bounded else 0.0,
+            int(self._flush_all), mamba_block_size or 1, *table,
             first.state.stride(0), first.conv.stride(0), first.conv.stride(2), first.conv.stride(1),
             first.records.u.stride(0), first.records.u.stride(1),
             first.records.key_gate.stride(0), first.records.key_gate.stride(1),
             heads,
-            K=key_dim, V=value_dim, BV=FLUSH_ROWS, WIDTH=4, BOUNDED=bounded, num_warps=4,
+            K=key_dim, V=value_dim, BV=FLUSH_ROWS, WIDTH=4, BOUNDED=bounded,
+            MAPPED=request_indices is not None, ALIGN=align, WINDOW=self.window, num_warps=4,
         )  # fmt: skip

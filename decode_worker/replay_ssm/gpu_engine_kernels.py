@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""What an engine's step needs beside the two launches of a layer, in portable Triton.
+"""What an engine's step needs beside the launch of a layer, in portable Triton.
 
-``plan_step`` before the layers: where each window's records lie. ``commit_step`` after sampling: how many records are
-pending from now on, and which requests cannot wait for their next window. ``flush_layers``: folds those, in all layers
-at once. Arguments and shapes in ``gpu_engine.py``.
+``plan_step`` before the layers: where each window's records lie. ``commit_layers`` after sampling: how many records are
+pending from now on; those that cannot wait for their request's next window are folded, in all layers at once.
+``commit_step``: the same where none has to be folded. Arguments and shapes in ``gpu_engine.py``.
 """
 
 import triton
@@ -46,29 +46,59 @@ def plan_step(
     tl.store(parity + request, 1 - turn, mask=live)
 
 
-@triton.jit(do_not_specialize=["flush_all", "block_size", "table_width", "s_table_row", "s_table_col"])
+@triton.jit
+def _kept(sampled, cu, row, batch_row):
+    """How many tokens a window keeps. At least its first: it was sampled before, or is the prompt's (none is then)."""
+    length = tl.load(cu + row + 1) - tl.load(cu + row)
+    return tl.minimum(tl.maximum(tl.load(sampled + batch_row).to(tl.int32), 1), length)
+
+
+@triton.jit
 def commit_step(
-    sampled, request_indices, requests, slots, cu, block_table, computed, pending_by_request,
-    counts, finals, boundaries, boundary_counts,
-    flush_all, block_size, table_width, s_table_row, s_table_col,
-    MAPPED: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
+    sampled, request_indices, requests, slots, cu, pending_by_request,
+    MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One program a window: ``counts`` > 0 where the records have to be folded now."""
+    """One program a window: what it keeps is pending from now on."""
     row = tl.program_id(0)
-    slot = tl.load(slots + row)
-    if slot <= 0:
-        tl.store(counts + row, 0)
+    if tl.load(slots + row) <= 0:
         return
     batch_row = row
     if MAPPED:
         batch_row = tl.load(request_indices + row).to(tl.int32)
-    length = tl.load(cu + row + 1) - tl.load(cu + row)
-    # A window always keeps its first token: it was sampled before, or belongs to the prompt (then none is sampled).
-    n = tl.minimum(tl.maximum(tl.load(sampled + batch_row).to(tl.int32), 1), length)
+    tl.store(pending_by_request + tl.load(requests + row), _kept(sampled, cu, row, batch_row))
+
+
+@triton.jit(do_not_specialize=["flush_all", "block_size", "table_width", "s_table_row", "s_table_col"])
+def commit_layers(
+    sampled, request_indices, requests, slots, cu, block_table, computed, pending_by_request,
+    state_ref, states, conv_ref, convs, u_ref, us, kg_ref, kgs, a_log, dt_bias, rows, lower_bound,
+    flush_all, block_size, table_width, s_table_row, s_table_col,
+    s_state, s_conv_slot, s_conv_col, s_conv_chan, s_u_row, s_u_head, s_kg_row, s_kg_head,
+    H,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
+    MAPPED: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One program a (window, layer, head). What the window kept is pending, if nobody reads the state before the next
+    one. Otherwise it is folded: all n records into the request's last block, the first m of them into the block whose
+    end lies among them as well; the convolution's history moves to the front there.
+
+    The convolution's cache holds W-2 columns of history and then the window, so n >= 1 accepted tokens end at column
+    W-2 + n.
+    """
+    row = tl.program_id(0)
+    layer = tl.program_id(1)
+    h = tl.program_id(2)
+    slot = tl.load(slots + row)
+    if slot <= 0:
+        return
+    batch_row = row
+    if MAPPED:
+        batch_row = tl.load(request_indices + row).to(tl.int32)
+    n = _kept(sampled, cu, row, batch_row)
     flush = flush_all > 0
     final = slot
     boundary = slot * 0
-    boundary_count = n * 0
+    m = n * 0
     if ALIGN:
         before = tl.load(computed + batch_row).to(tl.int32)
         after = before + n
@@ -77,44 +107,20 @@ def commit_step(
         final = tl.load(table + column * s_table_col).to(tl.int32)
         edge = (before // block_size + 1) * block_size
         crossed = after >= edge
-        boundary_count = tl.where(crossed, edge - before, 0)
+        m = tl.where(crossed, edge - before, 0)
         boundary = tl.load(table + (edge // block_size - 1) * s_table_col, mask=crossed, other=0).to(tl.int32)
+        m = tl.where(boundary > 0, m, 0)
         # The engine copies the state into the next block before a window that may reach it.
         near = (after + WINDOW - 1) // block_size != tl.maximum(after - 1, 0) // block_size
         flush = flush | crossed | near | (final != slot)
     flush = flush & (n > 0) & (final > 0)
-    tl.store(counts + row, tl.where(flush, n, 0))
-    tl.store(finals + row, final)
-    tl.store(boundaries + row, boundary)
-    tl.store(boundary_counts + row, boundary_count)
-    tl.store(pending_by_request + tl.load(requests + row), tl.where(flush, 0, n))
-
-
-@triton.jit
-def flush_layers(
-    state_ref, states, conv_ref, convs, u_ref, us, kg_ref, kgs, a_log, dt_bias,
-    rows, slots, counts, finals, boundaries, boundary_counts, lower_bound,
-    s_state, s_conv_slot, s_conv_col, s_conv_chan, s_u_row, s_u_head, s_kg_row, s_kg_head,
-    H,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """One program a (window, layer, head): fold ``counts`` records of the window into ``finals``, the first
-    ``boundary_counts`` of them into ``boundaries`` as well, and move the convolution's history to the front there.
-
-    The convolution's cache holds W-2 columns of history and then the window, so n >= 1 accepted tokens end at column
-    W-2 + n.
-    """
-    row = tl.program_id(0)
-    layer = tl.program_id(1)
-    h = tl.program_id(2)
-    n = tl.load(counts + row)
-    if n <= 0:
+    if (layer == 0) & (h == 0):
+        tl.store(pending_by_request + tl.load(requests + row), tl.where(flush, 0, n))
+    if not flush:
         return
-    source = tl.load(slots + row).to(tl.int64)
-    final = tl.load(finals + row).to(tl.int64)
-    boundary = tl.load(boundaries + row).to(tl.int64)
-    m = tl.load(boundary_counts + row)
-    m = tl.where(boundary > 0, m, 0)
+    source = slot.to(tl.int64)
+    final = final.to(tl.int64)
+    boundary = boundary.to(tl.int64)
     record = tl.load(rows + row).to(tl.int64)
     state = tl.load(states + layer).to(tl.pointer_type(state_ref.dtype.element_ty))
     conv = tl.load(convs + layer).to(tl.pointer_type(conv_ref.dtype.element_ty))
