@@ -125,6 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget_head()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # else: an upgrade, which is not served
+            self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
             self.scope[PUSH] = functools.partial(_push, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
@@ -211,6 +212,40 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = None
         log.warning("a client does not read its answer; its connection ends")
         self.transport.abort()
+
+
+class HeadWithBody:
+    """A transport on which an answer's head waits for its first piece of body, in the same turn of the event loop.
+
+    Two writes are two system calls, two packets, and two wake-ups of the client. What else a transport does is done
+    after what waits has been written, so nothing changes its order.
+    """
+
+    __slots__ = ("_begun", "_head", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head = b""
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        """Write; the first time: with what is written next in this turn, or at its end."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif not self._begun:
+            self._begun, self._head = True, data
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        self._flush()
+        return getattr(self._transport, name)
 
 
 def _push(cycle: RequestResponseCycle, body: bytes) -> bool:

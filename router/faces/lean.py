@@ -229,7 +229,7 @@ class LeanApp:
         usage = bool(options and options.get("include_usage"))
         key = self._shapes.key(scope, document, nbytes)
         if key and (shape := self._shapes.find(key)) is not None:
-            tokens = self._shapes.render(document, shape.arguments, shape.room)
+            tokens = self._shapes.render(document, shape.arguments, shape.room, shape.template)
             if tokens is not None:
                 return await self._known(handler, shape, tokens, usage, scope, receive, send)
         try:

@@ -12,6 +12,8 @@ request again as the next ones will be gives the handler's token ids. A prompt o
 anything but texts in it, would leave too little room for `max_tokens`, or cannot be rendered, goes to the handler as if
 the shape were unknown: whatever is refused is refused by vLLM.
 
+A chat's template is called directly where that is sure to be what vLLM does (templates.py).
+
 Decisions. Short prompts are rendered on the event loop: handing one to a thread and back costs more than rendering it.
 The tokenizer is a copy of its own, because vLLM's sets truncation on the one that it shares between requests.
 """
@@ -26,6 +28,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from router.faces.templates import ChatTemplate, watched
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -54,6 +58,8 @@ class Shape:
     room: int
     """Longest prompt, in tokens, that leaves room for all of `max_tokens`."""
     streamed: bool
+    template: ChatTemplate | None = None
+    """The short way to a chat's prompt."""
 
     def ask(self, tokens: list[int], external_id: str) -> EngineCoreRequest:
         """The engine-core request for a prompt."""
@@ -98,12 +104,22 @@ class Shapes:
             self._known.move_to_end(key)
         return shape
 
-    def render(self, document: dict[str, Any], arguments: tuple[Any, ...], room: int) -> list[int] | None:
+    def render(
+        self,
+        document: dict[str, Any],
+        arguments: tuple[Any, ...],
+        room: int,
+        template: ChatTemplate | None = None,
+    ) -> list[int] | None:
         """The prompt's token ids; None: vLLM's handler shall see it, because it is too long or cannot be rendered."""
         try:
             if "messages" in document:
                 chat_params, tok_params = arguments
-                _, prompt = self._renderer.render_messages(document["messages"], chat_params)
+                text = template.render(document["messages"]) if template is not None else None
+                if text is None:
+                    _, prompt = self._renderer.render_messages(document["messages"], chat_params)
+                else:
+                    prompt = {"prompt": text}
                 tokens = self._tokenize(prompt, tok_params)
             else:
                 (tok_params,) = arguments
@@ -146,8 +162,11 @@ class Shapes:
                 "a prompt that is rendered again has other tokens; requests like it take the long way"
             )
             return
+        template = None
+        if "messages" in document:
+            template = watched(self._renderer, document["messages"], arguments[0])
         kept = msgspec.structs.replace(request, prompt_token_ids=None)
-        self._known[key] = Shape(kept, arguments, room, bool(document.get("stream")))
+        self._known[key] = Shape(kept, arguments, room, bool(document.get("stream")), template)
         if len(self._known) > CAPACITY:
             self._known.popitem(last=False)
 
