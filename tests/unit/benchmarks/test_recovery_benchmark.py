@@ -137,9 +137,10 @@ def test_who_has_the_stream_is_killed(monkeypatch: pytest.MonkeyPatch, status: s
 
 
 def test_a_pause_that_falls_between_two_chunks_of_a_tool_call_counts() -> None:
-    assert benchmark.pause(Stream("", {}, times=[4.0, 5.0]), {"longest_pause": 1.5}, 4.5) == 1.5
-    assert benchmark.pause(Stream("", {}, times=[4.0, 6.0]), {"longest_pause": 1.5}, 4.5) == 2.0
-    assert benchmark.pause(Stream("", {}, times=[4.0, 6.0]), {}, 4.5) == 2.0
+    assert benchmark.pause("tools", Stream("", {}, times=[4.0, 9.0]), {"longest_pause": 1.5}, 4.5) == 1.5
+    assert benchmark.pause("greedy", Stream("", {}, times=[4.0, 5.0]), {"longest_pause": 1.5}, 4.5) == 1.5
+    assert benchmark.pause("greedy", Stream("", {}, times=[4.0, 6.0]), {"longest_pause": 1.5}, 4.5) == 2.0
+    assert benchmark.pause("greedy", Stream("", {}, times=[4.0, 6.0]), {}, 4.5) == 2.0
 
 
 @pytest.mark.parametrize(
