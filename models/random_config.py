@@ -136,6 +136,7 @@ def document(s: Shape, dtype: str, published: bool) -> dict[str, Any]:
             },
         }
     special = {name: text[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    text["num_nextn_predict_layers"] = 1
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k3",

@@ -126,7 +126,20 @@ def _moe(w: _Weights, name: str, s: Shape) -> None:
         w.linear(f"{name}.routed_expert_up_proj", s.hidden, s.latent)
 
 
-def _tensors(s: Shape, seed: int, dtype: torch.dtype, peaked: bool) -> dict[str, Tensor]:
+def _draft_layer(w: _Weights, s: Shape) -> None:
+    """K3's multi-token prediction head, which counts as one more layer: latent attention and experts."""
+    name = f"model.layers.{s.layers}"
+    for part in ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm"):
+        w.norm(f"{name}.{part}", s.hidden)
+    w.linear(f"{name}.eh_proj", s.hidden, 2 * s.hidden)
+    _mla_layer(w, f"{name}.self_attn", s)
+    _moe(w, f"{name}.block_sparse_moe", s)
+    # It embeds and reads out as the model does; published files hold both again.
+    w.tensors[f"{name}.embed_tokens.weight"] = w.tensors["model.embed_tokens.weight"].clone()
+    w.tensors[f"{name}.shared_head.head.weight"] = w.tensors["lm_head.weight"].clone()
+
+
+def _tensors(s: Shape, seed: int, dtype: torch.dtype, peaked: bool, published: bool) -> dict[str, Tensor]:
     w = _Weights(seed, dtype)
     w.tensors["model.embed_tokens.weight"] = w.normal(s.vocab, s.hidden).to(dtype)
     for i in range(s.layers):
@@ -151,6 +164,8 @@ def _tensors(s: Shape, seed: int, dtype: torch.dtype, peaked: bool) -> dict[str,
     if s.form == "k3":
         w.norm("model.output_attn_res_norm", s.hidden)
         w.linear("model.output_attn_res_proj", 1, s.hidden)
+        if published:
+            _draft_layer(w, s)
     return w.tensors
 
 
@@ -202,7 +217,8 @@ def write_random_model(
     residual, SiTU and latent experts, and a low-rank MLA query; "kimi-linear" has the low-rank softplus gate and SiLU
     experts. Layers 1..``layers`` are KDA except every ``mla_every``-th. ``peaked``: the output head's rows differ a
     hundredfold in length, so that two tokens are seldom nearly as likely. ``published``: config.json and the tensors'
-    names are those of published models (`models.random_config`); weights of a vision tower are not written.
+    names are those of published models (`models.random_config`), K3 with its draft head (MTP); weights of a vision
+    tower are not written.
 
     Raises ValueError when there is no MLA layer, the vocabulary cannot hold all bytes, or an expert is too narrow
     for vLLM's kernels.
@@ -229,7 +245,7 @@ def write_random_model(
     )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(shape, seed, getattr(torch, dtype), peaked)
+    tensors = _tensors(shape, seed, getattr(torch, dtype), peaked, published)
     if published and form == "k3":
         tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

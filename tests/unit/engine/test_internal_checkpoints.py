@@ -1,20 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch that takes a prefill's internal checkpoints away, so that both paths can be compared."""
+"""The exporter of a prefill's internal checkpoints says how long a history is, and the switch that takes them away."""
 
 from __future__ import annotations
 
-import importlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from deltaserve.engine.cuda import internal_checkpoints
 
 kda_checkpoint = pytest.importorskip("vllm.model_executor.layers.mamba.kda_checkpoint")
+NAMES = ("kda_prefill_checkpoint_alignment", "FlashKDAPrefillCheckpointExporter")
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setattr(kda_checkpoint, name, getattr(kda_checkpoint, name))
+    monkeypatch.delenv(internal_checkpoints.VARIABLE, raising=False)
+
+
+def a_model(monkeypatch: pytest.MonkeyPatch, **linear: Any) -> None:
+    import vllm.config
+
+    text = SimpleNamespace(linear_attn_config=linear)
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
+
+
+def test_the_exporter_takes_the_history_and_not_the_caches_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_model(monkeypatch, short_conv_kernel_size=4)
+    before = kda_checkpoint.FlashKDAPrefillCheckpointExporter
+    assert before().state_len is None, "control: vLLM takes the cache's width then, drafts' columns and all"
+    assert not internal_checkpoints.install()
+    after = kda_checkpoint.FlashKDAPrefillCheckpointExporter
+    assert issubclass(after, before)
+    assert after().state_len == 3
+    assert after(state_len=2).state_len == 2, "whoever says it is believed"
+    internal_checkpoints.install()
+    assert kda_checkpoint.FlashKDAPrefillCheckpointExporter is after, "once"
 
 
 def test_vllm_is_told_that_the_kernel_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     alignment = kda_checkpoint.kda_prefill_checkpoint_alignment
-    monkeypatch.setattr(kda_checkpoint, "kda_prefill_checkpoint_alignment", alignment)  # put back afterwards
     assert alignment("flashkda") == 16, "control: it takes them"
     for kept in ("", "1"):
         monkeypatch.setenv(internal_checkpoints.VARIABLE, kept)
@@ -22,9 +51,16 @@ def test_vllm_is_told_that_the_kernel_takes_none(monkeypatch: pytest.MonkeyPatch
         assert kda_checkpoint.kda_prefill_checkpoint_alignment is alignment
     monkeypatch.setenv(internal_checkpoints.VARIABLE, "0")
     assert internal_checkpoints.install()
-    assert (
-        importlib.import_module(kda_checkpoint.__name__).kda_prefill_checkpoint_alignment("flashkda") is None
-    )
+    assert kda_checkpoint.kda_prefill_checkpoint_alignment("flashkda") is None
+
+
+def test_a_layer_that_has_bound_the_names_is_given_the_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = SimpleNamespace(**{name: getattr(kda_checkpoint, name) for name in NAMES})
+    monkeypatch.setitem(internal_checkpoints.sys.modules, internal_checkpoints._USER, user)
+    monkeypatch.setenv(internal_checkpoints.VARIABLE, "0")
+    internal_checkpoints.install()
+    assert user.kda_prefill_checkpoint_alignment("flashkda") is None
+    assert user.FlashKDAPrefillCheckpointExporter is kda_checkpoint.FlashKDAPrefillCheckpointExporter
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,8 +69,8 @@ def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         internal_checkpoints.install()
 
 
-def test_a_vllm_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(internal_checkpoints.VARIABLE, "0")
-    monkeypatch.delattr(kda_checkpoint, "kda_prefill_checkpoint_alignment")
-    with pytest.raises(internal_checkpoints.UnsupportedVllmError, match="leave the variable out"):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_vllm_without_the_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kda_checkpoint, name)
+    with pytest.raises(internal_checkpoints.UnsupportedVllmError, match=f"no .*{name}; install vLLM 0.33.0"):
         internal_checkpoints.install()
