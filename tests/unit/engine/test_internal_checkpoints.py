@@ -74,3 +74,41 @@ def test_a_vllm_without_the_names_is_refused(name: str, monkeypatch: pytest.Monk
     monkeypatch.delattr(kda_checkpoint, name)
     with pytest.raises(internal_checkpoints.UnsupportedVllmError, match=f"no .*{name}; install vLLM 0.33.0"):
         internal_checkpoints.install()
+
+
+@pytest.mark.gpu
+def test_what_is_stored_are_the_last_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache with columns for two drafts: what goes on from the checkpoint reads the first three of five."""
+    import torch
+
+    checkpoint = pytest.importorskip("vllm.model_executor.layers.mamba.checkpoint")
+    a_model(monkeypatch, short_conv_kernel_size=4)
+    raw = torch.randn(64, 24, device="cuda", dtype=torch.bfloat16)
+    recurrent = torch.randn(1, 2, 4, 4, device="cuda")
+    where = checkpoint.MambaPrefillCheckpointMetadata(
+        torch.tensor([48], dtype=torch.int32, device="cuda"),
+        torch.tensor([2], dtype=torch.int32, device="cuda"),
+    )
+
+    def stored(exporter: Any) -> Any:
+        conv = torch.zeros(4, 24, 5, device="cuda", dtype=torch.bfloat16)
+        state = torch.zeros(4, 2, 4, 4, device="cuda")
+        exporter.export(
+            where,
+            raw_qkv=raw,
+            conv_state=conv,
+            cu_seqlens=torch.tensor([0, 64], dtype=torch.int32, device="cuda"),
+            recurrent_checkpoint=recurrent,
+            recurrent_state=state,
+        )
+        assert torch.equal(state[2], recurrent[0])
+        assert not conv[[0, 1, 3]].any()
+        return conv[2, :, :3]
+
+    before = kda_checkpoint.FlashKDAPrefillCheckpointExporter
+    internal_checkpoints.install()
+    after = kda_checkpoint.FlashKDAPrefillCheckpointExporter
+    assert torch.equal(stored(after()), raw[45:48].T)
+    assert torch.equal(stored(before()), raw[43:46].T), (
+        "control: without the mend they are two tokens too old"
+    )
