@@ -27,9 +27,10 @@ from deltaserve.verify.compare import Answer, compare
 from deltaserve.verify.prompts import Case, Prompt
 
 LOGPROB_FACTOR = 2.0
-MOST = (0.5, 2.0)
+MOST = (1.0, 2.0)
 """Of log-prob and gap, nats: an engine that moves more than that by itself is no reference. Logits of some tens have
-steps of an eighth in bfloat16."""
+steps of an eighth in bfloat16, and a token whose two best experts are nearly tied goes through another one: over 8,000
+tokens of the demonstration model on one H200 the largest moves were .55 and 1.6."""
 
 
 @dataclass(frozen=True)
