@@ -55,8 +55,11 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
         "prefix_match_unit": config.prefix_match_unit,
         "seed": 0,
         "disable_log_stats": True,
-        # A publish names the blocks of the step that ends the prompt; a step scheduled ahead could move them.
-        "async_scheduling": False,
+        # Steps are scheduled one ahead where vLLM can: half of a decode step is the host's. A prompt that is published
+        # asks for one token, so that no step of its own follows the one whose blocks are named; the end of an answer
+        # that stopped by itself has one, and is not kept then (statestore/connector/scheduler_half.py). With drafts
+        # the accepted count would be known a step too late.
+        "async_scheduling": config.device == "cuda" and not draft_method(config.extra_args),
     }
     if text_form.is_published(config.model):
         args["hf_overrides"] = text_form.text_alone
