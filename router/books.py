@@ -30,6 +30,8 @@ class Books:
         self.waiting: dict[str, Flight] = {}
         """Those of them that no decode worker can take now."""
         self._roster, self._metrics, self._outbox = roster, metrics, outbox
+        # Looked up once: a label costs more than counting.
+        self._sources = [metrics.prompt_tokens.labels(source) for source in ("store", "local", "computed")]
 
     def deliver(self, batch: list[EngineCoreOutput]) -> None:
         """Hand outputs to whoever stands above."""
@@ -112,12 +114,11 @@ class Books:
         self._metrics.ended(trace)
         flight.spans.end(trace)
         if flight.any_output:
-            for source, tokens in (
-                ("store", trace.from_store),
-                ("local", trace.local),
-                ("computed", trace.recomputed),
+            for source, tokens in zip(
+                self._sources, (trace.from_store, trace.local, trace.recomputed), strict=True
             ):
-                self._metrics.prompt_tokens.labels(source).inc(tokens)
+                if tokens:
+                    source.inc(tokens)
 
     def remaining(self, flight: Flight) -> float:
         """Seconds until the request's deadline."""

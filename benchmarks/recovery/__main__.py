@@ -82,7 +82,7 @@ def victim(cluster: Cluster, stream: Stream) -> str:
 def pause(kind: str, stream: Stream, trace: dict[str, Any], moment: float) -> float:
     """Seconds without a token around the kill: as the client saw it, where it sees nearly every token.
 
-    Chats come in fewer chunks than tokens, a tool call's arguments in one or two, so that their clients wait for seconds
+    Chats come in fewer chunks than tokens, a tool call in one or two, so that their clients wait for seconds
     without a kill as well; of them it is the time between two tokens by the router's own count.
     """
     seen = 0.0 if kind in CHATS else stream.gap_at(moment)

@@ -28,17 +28,28 @@ class ChatTemplate:
     """A template and what it gets beside the messages."""
 
     template: jinja2.Template
-    arguments: dict[str, Any]
+    names: dict[str, Any]
+    """What the template sees beside the messages: Jinja's own names and the arguments."""
+    own: dict[str, Any]
+    """The first of these; a plain dict, because Jinja walks through them for each prompt."""
     roles: frozenset[str]
     """Those of the chat that was watched."""
 
     def render(self, messages: list[dict[str, str]]) -> str | None:
-        """The prompt; None: these messages may reach the template otherwise than they are. Raises what Jinja raises."""
+        """The prompt; None: these messages may reach the template otherwise than they are. Raises what it raises."""
         roles = self.roles
         for message in messages:
             if message["role"] not in roles or not message["content"]:
                 return None
-        return self.template.render(messages=messages, **self.arguments)
+        template, environment = self.template, self.template.environment
+        context = environment.context_class(
+            environment,
+            {**self.names, "messages": messages},
+            template.name,
+            template.blocks,
+            globals=self.own,
+        )
+        return environment.concat(template.root_render_func(context))
 
 
 def watched(renderer: Any, messages: list[dict[str, str]], params: Any) -> ChatTemplate | None:
@@ -52,10 +63,16 @@ def watched(renderer: Any, messages: list[dict[str, str]], params: Any) -> ChatT
     if len(calls) != 1 or prompt.keys() != {"prompt"}:
         return None
     template, positional, arguments, text = calls[0]
-    if positional or arguments.get("messages") != messages or text != prompt["prompt"]:
+    if (
+        template.environment.is_async
+        or positional
+        or arguments.get("messages") != messages
+        or text != prompt["prompt"]
+    ):
         return None
     rest = {name: value for name, value in arguments.items() if name != "messages"}
-    made = ChatTemplate(template, rest, frozenset(message["role"] for message in messages))
+    own = dict(template.globals)
+    made = ChatTemplate(template, own | rest, own, frozenset(message["role"] for message in messages))
     return made if made.render(messages) == text else None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any
 
-from router.faces.chunks import FINISH, ID, MODEL, STOP, TEXT, FormChanged, counted, made_up
+from router.faces.chunks import FINISH, ID, MODEL, STOP, TEXT, FormChanged, compact, counted, made_up
 
 _PLACES = {
     "text": f'"{TEXT}"',
@@ -51,10 +51,10 @@ class WholeForm:
             "text": quote(text),
             "id": quote(response_id),
             "model": quote(model),
-            "stop": json.dumps(stop_reason, ensure_ascii=False),
+            "stop": compact(stop_reason),
             "finish": f'"finish_reason":{quote(finish_reason)}',
             "created": f'"created":{created}',
-            "usage": json.dumps(usage, ensure_ascii=False, separators=(",", ":")),
+            "usage": compact(usage),
             "metrics": f'"metrics":{metrics}',
         }
         parts = [self.pieces[0]]
@@ -75,7 +75,7 @@ async def learn_whole(generate: Callable[[AsyncIterator[Any]], Awaitable[Any]]) 
     created = _CREATED.search(data)
     marks = {
         **_PLACES,
-        "usage": json.dumps(usage, ensure_ascii=False, separators=(",", ":")),
+        "usage": compact(usage),
         "created": created[0] if created else '"created":7',
     }
     for name, mark in marks.items():
