@@ -3,9 +3,9 @@
 
 Sums of bfloat16 products depend on how a batch is cut: an engine that computes a prompt at once and the same engine
 that goes on from a cached part of it, alone or beside others, give log-probs that differ, and where two tokens are
-nearly as likely, another token. So the aggregated engine answers every greedy request three times: as the cluster is asked; once more,
-alone, going on from its own prefix cache; and all requests at once. What moves between these, behind the first answer's
-tokens all the way, is its noise:
+nearly as likely, another token. So the aggregated engine answers every greedy request three times: as the cluster is
+asked; once more, alone, going on from its own prefix cache; and all requests at once. What moves between these, behind
+the first answer's tokens all the way, is its noise:
 
 logprob   the largest change of a chosen token's log-prob
 gap       the largest change of the distance between the two likeliest tokens; where another token was chosen, the sum
