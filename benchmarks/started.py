@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -38,14 +39,16 @@ class Started:
             )
 
     def ready(self) -> None:
-        """Wait until it answers. Raises RuntimeError with the end of its log."""
+        """Wait until it has a worker of either role. Raises RuntimeError with the end of its log."""
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and self._process.poll() is None:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+                    if json.loads(reply.read())["status"] == "ok":
+                        return
             except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
+                pass
+            time.sleep(0.5)
         tail = self.log.read_text(errors="replace")[-2000:]
         raise RuntimeError(f"cluster {self.name} did not start in {START_SECONDS:.0f} s:\n{tail}")
 

@@ -33,6 +33,7 @@ from tests.support.cluster import DEMO
 
 MODEL_DIGEST = "0123456789abcdef"
 MATCH_UNIT = 16
+CHECKPOINT_ALIGNMENT = 16
 
 
 @functools.lru_cache
@@ -84,9 +85,11 @@ class EngineDouble:
         model: ToyModel | None = None,
         block_size: int = 32,
         blocks: int = 96,
+        checkpoints: bool = False,
         make_pool: Callable[[StoreConfig], Pool] | None = None,
         on_step: Callable[[list[Any]], None] = lambda batches: None,
     ) -> None:
+        """`checkpoints`: the model takes a state inside a pass where vLLM asks for one, as FlashKDA does."""
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import (
             get_request_block_hasher,
@@ -106,7 +109,8 @@ class EngineDouble:
         self.vllm_config = _vllm_config(config, worker_id, block_size, blocks)
         per_rank = self.model.heads // self.tp
         self._all = AllRanks(self.tp, self.dcp, self.interleave, per_rank, block_size, blocks)
-        self.kv_cache_config = caches_config(per_rank, block_size, blocks, self._all.page)
+        self._alignment = CHECKPOINT_ALIGNMENT if checkpoints else None
+        self.kv_cache_config = caches_config(per_rank, block_size, blocks, self._all.page, self._alignment)
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
@@ -271,13 +275,32 @@ class EngineDouble:
             recurrent, conv = empty.recurrent, empty.conv
         else:
             recurrent, conv = self._all.states(tables, before)
-        recurrent, conv, rows = self.model.advance(recurrent, conv, list(request.all_token_ids)[start:end])
+        ids = list(request.all_token_ids)[start:end]
+        inside, column = self._checkpoint(start, end)
+        if inside:
+            self._all.write_states(tables, column, *self.model.advance(recurrent, conv, ids[:inside])[:2])
+        recurrent, conv, rows = self.model.advance(recurrent, conv, ids)
         self._state_at[request.request_id] = after
         self._all.write_states(tables, after, recurrent, conv)
         self._all.write_rows(tables, start, rows)
         if end < request.num_tokens:
             return []
         return [self.model.next_token(State(recurrent, conv, self._all.rows(tables, end)))]
+
+    def _checkpoint(self, start: int, end: int) -> tuple[int, int]:
+        """Where a pass takes a state on its way, by vLLM's rule: tokens after its start, slot in the table; (0, -1)."""
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        (inside,), (column,) = compute_mamba_prefill_checkpoints(
+            [end],
+            [end - start],
+            hash_block_size=MATCH_UNIT,
+            mamba_block_size=self.block_size,
+            checkpoint_alignment=self._alignment,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=MATCH_UNIT,
+        )
+        return inside, column
 
     # ---- the connector's part of a step
 

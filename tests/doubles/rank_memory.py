@@ -188,8 +188,9 @@ def _dealt(length: int, dcp: int, interleave: int, block_size: int) -> NDArray[n
     return np.array(deal(length, dcp, interleave, block_size), np.int64).reshape(length, 3)
 
 
-def caches_config(heads: int, block_size: int, blocks: int, page: int) -> Any:
-    """vLLM's KVCacheConfig of such memory: align-mode recurrent groups and one MLA group."""
+def caches_config(heads: int, block_size: int, blocks: int, page: int, checkpoint: int | None = None) -> Any:
+    """vLLM's KVCacheConfig of such memory: align-mode recurrent groups and one MLA group; `checkpoint`: a state inside
+    a pass can be taken at multiples of so many tokens."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
     kda = MambaSpec(
@@ -198,6 +199,8 @@ def caches_config(heads: int, block_size: int, blocks: int, page: int) -> Any:
         dtypes=(torch.float32, torch.float32),
         page_size_padded=page,
         mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=int(checkpoint is not None),
+        prefill_checkpoint_alignment=checkpoint,
     )
     mla = MLAAttentionSpec(
         block_size=block_size,

@@ -40,7 +40,15 @@ MODEL = ToyModel()
 class Worker:
     """One engine of a layout, and what its connector said."""
 
-    def __init__(self, store: Store, tp: int, dcp: int = 1, interleave: int = 1, blocks: int = 96) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tp: int,
+        dcp: int = 1,
+        interleave: int = 1,
+        blocks: int = 96,
+        one_pass: bool = False,
+    ) -> None:
         self.name = f"test-{uuid.uuid4().hex}"
         config = WorkerConfig(
             role="decode",
@@ -48,7 +56,7 @@ class Worker:
             dcp=dcp,
             dcp_interleave=interleave,
             max_model_len=1024,
-            max_num_batched_tokens=CHUNK,
+            max_num_batched_tokens=512 if one_pass else CHUNK,
             load_timeout=5.0,
             store=StoreConfig(segment_bytes=16 << 20),
         )
@@ -56,7 +64,14 @@ class Worker:
         self.outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         listen(self.name, lambda *event: self.events.put(event))
         self.engine = EngineDouble(
-            config, self.name, store, model=MODEL, block_size=BLOCK, blocks=blocks, on_step=self._step
+            config,
+            self.name,
+            store,
+            model=MODEL,
+            block_size=BLOCK,
+            blocks=blocks,
+            checkpoints=one_pass,
+            on_step=self._step,
         )
         self.geometry: Geometry = geometry_of(
             self.engine.vllm_config, self.engine.kv_cache_config, MODEL_DIGEST
@@ -150,8 +165,10 @@ class Cluster:
         self.store = Store()
         self.workers: list[Worker] = []
 
-    def worker(self, tp: int, dcp: int = 1, interleave: int = 1, blocks: int = 96) -> Worker:
-        made = Worker(self.store, tp, dcp, interleave, blocks)
+    def worker(
+        self, tp: int, dcp: int = 1, interleave: int = 1, blocks: int = 96, one_pass: bool = False
+    ) -> Worker:
+        made = Worker(self.store, tp, dcp, interleave, blocks, one_pass)
         self.workers.append(made)
         return made
 
@@ -225,6 +242,66 @@ def test_lengths_at_the_edges(cluster: Cluster, length: int) -> None:
     kept = target.commit(target.event("written", name)[0], chain[:-1])
     talk = [*asked, *answer, 5]
     assert source.answer(talk, 2, load=LoadIntent(kept)) == MODEL.answer(talk, 2)
+
+
+# ---- states that are taken inside a pass
+
+
+@pytest.mark.parametrize("length", [65, 80, 81, 96, 97, 127, 129, 200, 229])
+def test_one_pass_leaves_a_checkpoint_that_restores_in_another_layout(cluster: Cluster, length: int) -> None:
+    source, target = cluster.worker(tp=4, one_pass=True), cluster.worker(tp=8, dcp=4, interleave=2)
+    asked = prompt(length + 1)
+    outcome = source.publish(asked[:-1])
+    assert (outcome.passes.steps, outcome.passes.computed, outcome.passes.again) == (1, length, 0)
+    chain = source.commit(outcome)
+    assert [record.length for record in chain] == [(length - 1) // 16 * 16, length]
+    for end in (1, 2):
+        target.forget()
+        assert target.answer(asked, 3, load=LoadIntent(chain[:end])) == MODEL.answer(asked, 3)
+
+
+def test_prompts_go_on_from_a_checkpoint_in_one_pass_again(cluster: Cluster) -> None:
+    source, other = cluster.worker(tp=2, one_pass=True), cluster.worker(tp=4, one_pass=True)
+    talk = prompt()
+    kept: tuple[BoundaryRecord, ...] = ()
+    for _ in range(4):
+        for worker in (source, other):
+            worker.forget()
+            base = kept[-1].length if kept else 0
+            load = {"load": LoadIntent(kept)} if kept else {}
+            outcome = worker.publish(talk[:-1], base, **load)
+            assert (outcome.passes.steps, outcome.passes.computed) == (1, len(talk) - 1 - base)
+            chain = worker.commit(outcome, kept)
+            source.forget()
+            assert source.answer(talk, 3, load=LoadIntent(chain)) == MODEL.answer(talk, 3)
+            kept = chain[:-1]
+            talk += prompt(random.randrange(97, 130))
+
+
+def test_a_prompt_in_one_block_has_none(cluster: Cluster) -> None:
+    source = cluster.worker(tp=2, one_pass=True)
+    for length in (16, 17, 31, 32):
+        assert [link.length for link in source.publish(prompt(length)).links] == [length]
+
+
+def test_another_block_under_its_name_is_felt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the slot before it in the table, or the state that the pass ends with."""
+    from statestore.connector import scheduler_half
+    from statestore.connector.inside import Inside, last_inside
+
+    def ends(*arguments: Any) -> Inside | None:
+        inside = last_inside(*arguments)
+        tables = arguments[2]
+        return inside and Inside(inside.length, {group: tables[group][-1] for group in inside.blocks})
+
+    monkeypatch.setattr(scheduler_half, "last_inside", ends)
+    source = cluster.worker(tp=2, one_pass=True)
+    asked = prompt()
+    chain = source.commit(source.publish(asked[:-1]))
+    source.forget()
+    assert source.answer(asked, 3, load=LoadIntent(chain[:1])) != MODEL.answer(asked, 3)
+    source.forget()
+    assert source.answer(asked, 3, load=LoadIntent(chain)) == MODEL.answer(asked, 3)
 
 
 # ---- blocks that vLLM takes back while they are read
