@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Store calls that run beside the work on the bytes: puts that follow their gather, gets that run ahead of their check.
 
-Both hand one thread the pieces in order, and both have ended, well or badly, when their `with` ends: staging may be
-given back then.
+Both hand the pieces in order to threads, puts to one an object and gets to one, and both have ended, well or badly,
+when their `with` ends: staging may be given back then.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ PIECE = 8 << 20
 PUT_PIECE = 4 << 20
 """Bytes of one write, about, for the same reason."""
 
-Parts = list[tuple[Reservation, list[tuple[int, Bytes]]]]
-"""Pieces of several objects, each (byte in the object, data)."""
+Pieces = list[tuple[int, Bytes]]
+"""Of one object: (byte in the object, data)."""
 
 
 class StreamedPuts:
     """A put of several objects: room taken first, pieces written as they come, all of them sealed together.
 
-    Pieces wait until there are `PUT_PIECE` bytes of them; the last ones are written by the call that seals, so that
-    what is small takes one call. `undo` gives everything back that has not been sealed, and takes away what has.
+    Pieces of an object wait until there are `PUT_PIECE` bytes of them; the last ones are written by the call that
+    seals, so that what is small takes one call. Objects are written beside each other, and each in its order: a call of
+    some MiB waits for its answer longer than its bytes take on the wire. `undo` gives everything back that has not been
+    sealed, and takes away what has.
     """
 
     def __init__(self, pool: Pool, objects: Sequence[Reservation]) -> None:
         self._pool, self._objects = pool, list(objects)
         self._waiting: list[list[tuple[int, Bytes]]] = [[] for _ in objects]
-        self._waiting_bytes = 0
+        self._waiting_bytes = [0 for _ in objects]
         self._reserved = False
-        self._queue: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lanes: dict[int, tuple[threading.Thread, queue.SimpleQueue[Pieces | None]]] = {}
+        """By object: who writes it, and what is to be written."""
         self._error: BaseException | None = None
         self._stop = False
 
@@ -56,20 +58,26 @@ class StreamedPuts:
         if self._error is not None:
             raise self._error
         self._waiting[number].append((at, data))
-        self._waiting_bytes += data.nbytes
-        if self._waiting_bytes < PUT_PIECE:
+        self._waiting_bytes[number] += data.nbytes
+        if self._waiting_bytes[number] < PUT_PIECE:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="state-put", daemon=True)
-            self._thread.start()
-        self._queue.put(self._take())
+        if number not in self._lanes:
+            work: queue.SimpleQueue[Pieces | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=self._run, args=(self._objects[number], work), name="state-put", daemon=True
+            )
+            self._lanes[number] = thread, work
+            thread.start()
+        self._lanes[number][1].put(self._waiting[number])
+        self._waiting[number], self._waiting_bytes[number] = [], 0
 
     def seal(self) -> list[Placement]:
         """Where the objects lie, once all of them have been written. Raises what `Pool.complete` raises."""
         self._join()
         if self._error is not None:
             raise self._error
-        return self._pool.complete(self._take(all_objects=True))
+        waiting, self._waiting = self._waiting, [[] for _ in self._objects]
+        return self._pool.complete(list(zip(self._objects, waiting, strict=True)))
 
     def undo(self) -> list[str]:
         """Nothing comes of it; returns the keys that could not be removed yet. Never raises."""
@@ -94,27 +102,17 @@ class StreamedPuts:
         self._stop = error is not None
         self._join()
 
-    def _take(self, all_objects: bool = False) -> Parts:
-        taken = [
-            (one, pieces)
-            for one, pieces in zip(self._objects, self._waiting, strict=True)
-            if pieces or all_objects
-        ]
-        self._waiting = [[] for _ in self._objects]
-        self._waiting_bytes = 0
-        return taken
-
     def _join(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        for _, work in self._lanes.values():
+            work.put(None)
+        for thread, _ in self._lanes.values():
+            thread.join()
+        self._lanes.clear()
 
-    def _run(self) -> None:
+    def _run(self, reservation: Reservation, work: queue.SimpleQueue[Pieces | None]) -> None:
         try:
-            while (parts := self._queue.get()) is not None and not self._stop:
-                for reservation, pieces in parts:
-                    self._pool.write(reservation, pieces)
+            while (pieces := work.get()) is not None and not self._stop and self._error is None:
+                self._pool.write(reservation, pieces)
         except BaseException as error:
             self._error = error
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from statestore.connector.store_ahead import PUT_PIECE, StreamedPuts
 from statestore.pool import KeyExists, PoolFull, PoolMissing, PoolUnavailable, Reservation
 from tests.doubles.pool import PoolDouble, Store
+from tests.support.patience import HUNG
 
 
 def data(nbytes: int) -> np.ndarray:
@@ -86,6 +88,61 @@ def test_a_write_that_fails_is_told_and_nothing_is_left() -> None:
         puts.write(0, 0, staged)
         with pytest.raises(PoolUnavailable):
             puts.seal()
+    assert puts.undo() == []
+    assert not it.store.objects
+    assert not threads()
+
+
+def test_objects_are_written_beside_each_other_and_each_in_its_order() -> None:
+    it = pool(staging_bytes=6 * PUT_PIECE)
+    puts = StreamedPuts(it, [Reservation(key, 3 * PUT_PIECE, "") for key in "ab"])
+    puts.reserve()
+    meet, begun = threading.Barrier(2, timeout=HUNG), list[str]()
+
+    def both(operation: str, key: str) -> None:
+        if operation == "write":
+            begun.append(key)
+            if begun.count(key) == 1:
+                meet.wait()  # passes only while a write of the other object is under way too
+
+    it.store.before = both
+    with it.staging(6 * PUT_PIECE, 1.0) as staged, puts:
+        staged[:] = data(6 * PUT_PIECE)
+        for piece in range(3):
+            for number in range(2):
+                at, base = piece * PUT_PIECE, number * 3 * PUT_PIECE
+                puts.write(number, at, staged[base + at : base + at + PUT_PIECE])
+        puts.seal()
+        assert {*begun} == {"a", "b"}
+        assert (read(it, "a") == staged[: 3 * PUT_PIECE]).all()
+        assert (read(it, "b") == staged[3 * PUT_PIECE :]).all()
+    assert not threads()
+
+
+def test_a_write_that_fails_stops_the_other_objects_too() -> None:
+    it = pool(staging_bytes=8 * PUT_PIECE)
+    puts = StreamedPuts(it, [Reservation("a", 4 * PUT_PIECE, ""), Reservation("b", 4 * PUT_PIECE, "")])
+    puts.reserve()
+    failed, written = threading.Event(), list[str]()
+
+    def fail(operation: str, key: str) -> None:
+        if operation == "write" and key == "a":
+            failed.set()
+            raise PoolUnavailable("the store is away")
+        if operation == "write":
+            assert failed.wait(HUNG)
+            written.append(key)
+
+    it.store.before = fail
+    with it.staging(8 * PUT_PIECE, 1.0) as staged, puts:
+        puts.write(0, 0, staged[:PUT_PIECE])
+        with contextlib.suppress(PoolUnavailable):
+            for piece in range(4):
+                at = piece * PUT_PIECE
+                puts.write(1, at, staged[at : at + PUT_PIECE])
+        with pytest.raises(PoolUnavailable):
+            puts.seal()
+    assert len(written) <= 1
     assert puts.undo() == []
     assert not it.store.objects
     assert not threads()
