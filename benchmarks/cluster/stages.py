@@ -80,6 +80,7 @@ STAGES = (
     Stage("wide-1-1-1", "prompts of 16K and 32K tokens", (*WIDE, *HANDOVER)),
     Stage("k3", "K3 form, 24 heads, 1 to 32K tokens", (*EVERY,), preset="k3"),
     Stage("k3-files", "K3's published configuration", (*SOME,), preset="k3-published"),
+    Stage("k3-files-mtp", "the same with its own draft head", (*SOME,), drafts=True, preset="k3-published"),
     Stage("k3-fp8", "K3 form, fp8 cache", (*SOME, *FP8), preset="k3"),
     Stage("linear", "Kimi-Linear form, 1 to 32K tokens", (*EVERY,), preset="kimi-linear"),
     Stage("linear-files", "Kimi-Linear's published configuration", (*SOME,), preset="kimi-linear-published"),
@@ -139,7 +140,9 @@ def command(
     if device == "cuda":
         arguments += ["--kv-cache-bytes", str(4 << 30), "--max-num-batched-tokens", "8192"]
     if stage.drafts:
-        draft = {"method": "mtp", "model": str(model / "mtp"), "num_speculative_tokens": 2}
+        draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+        if not stage.preset:  # a published K3 holds its head itself
+            draft["model"] = str(model / "mtp")
         more: dict[str, Any] = {"speculative_config": draft}
         if device == "cuda":
             more["use_replayssm"] = True
