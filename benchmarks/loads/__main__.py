@@ -166,9 +166,9 @@ def main() -> int:
                     found[name].gaps += phase.gaps
                     found[name].arrived += phase.arrived
                     found[name].nbytes = phase.nbytes
+                print("\n" + table(list(found.values())), flush=True)
         finally:
             cluster.stop()
-        print("\n" + table(list(found.values())))
         if args.out:
             summary: dict[str, Any] = {name: vars(phase) for name, phase in found.items()}
             (args.out / "loads.json").write_text(json.dumps(summary))
