@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts on a real cluster: with handovers, prefix caches and other requests beside, greedy answers are those without.
 
-One cluster a method, which folds accepted drafts at start (docs/replay_ssm.md). What drafts change is how many steps
-an answer takes.
+One cluster a method, one of them with two ranks a worker. They fold accepted drafts at start (docs/replay_ssm.md); what
+drafts change is how many steps an answer takes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "mtp": {"method": "mtp", "model": str(DEMO / "mtp"), "num_speculative_tokens": 2},
 }
+RANKS = {"ngram": 2, "mtp": 1}
+"""Ranks of each role: every rank keeps records of its own heads, and all must fold the same counts."""
 CONTINUES = {"ngram": ("local", "local"), "mtp": ("handover", "prefill_cached")}
 """Where a history is continued, and the field of the trace that says that a prefix cache took part."""
 
@@ -110,7 +112,10 @@ def test_answers_with_drafts_are_those_without(
     )
     first = next(port for port in ports.choose(8) if ports.is_free("127.0.0.1", port + 1))
     cluster = make_real_cluster(
-        metrics_port=first, decode_options={"extra_args": {"speculative_config": DRAFTS[method]}}
+        metrics_port=first,
+        prefill_tp=RANKS[method],
+        decode_tp=RANKS[method],
+        decode_options={"extra_args": {"speculative_config": DRAFTS[method]}},
     )
     asked = Asked(cluster, first + 1, expected)
     for prompt in ALONE:
