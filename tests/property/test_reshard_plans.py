@@ -42,7 +42,7 @@ from tests.property.reshard_worker import check, publish
 @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_case(case: Case) -> None:
-    check(case, tally="random")
+    check(case, tally="random, rows of a few bytes")
 
 
 @pytest.mark.parametrize("dcp", DCP_SIZES)
@@ -57,7 +57,10 @@ def test_every_tp_and_dcp(dcp: int) -> None:
             **small, num_heads=heads, tp=b, dcp=dcp, block_size=16, interleave=interleave, num_spec=3
         )
         length = (7, 130, 161, 2600)[index % 4]
-        check(Case(source, target, length, Packing.for_reader(target)), tally="every TP and DCP")
+        check(
+            Case(source, target, length, Packing.for_reader(target)),
+            tally="every TP and DCP, rows of a few bytes",
+        )
 
 
 @settings(max_examples=100, deadline=None, database=None)
