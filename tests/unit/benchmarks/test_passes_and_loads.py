@@ -98,3 +98,39 @@ def test_a_stream_is_timed_event_by_event(monkeypatch: pytest.MonkeyPatch) -> No
     loads.stream(SimpleNamespace(url="http://x", model="m"), 3, gaps)  # type: ignore[arg-type]
     assert len(gaps) == 2, "three events, two gaps"
     assert (sent[0]["max_tokens"], sent[0]["kv_transfer_params"]) == (3, {"placement": "local"})
+
+
+def test_requests_go_to_the_clusters_in_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked_of: list[str] = []
+
+    class Answers:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        def complete(self, case: Any, placement: str, salt: str) -> tuple[None, dict[str, Any]]:
+            assert (placement, bool(salt)) == ("handover", True)
+            asked_of.append(self.url)
+            trace = {"from_store": case.length - 1, "boundary_bytes": 5, "first_token_after": 0.2}
+            return None, {**trace, "published_after": 0.1}
+
+    monkeypatch.setattr(passes, "Endpoint", Answers)
+
+    class Cluster:
+        def __init__(self, name: str) -> None:
+            self.name = self.url = name
+
+        def counter(self, name: str) -> float:
+            count = asked_of.count(self.name) * (2 if self.name == "two" else 1)
+            return count if "passes" in name else 10 * count
+
+    rows = passes.measure([Cluster("one"), Cluster("two")], [100, 200], 2)  # type: ignore[list-item]
+    assert [(row.variant, row.length, row.passes, len(row.first)) for row in rows] == [
+        ("one", 100, 1.0, 2),
+        ("two", 100, 2.0, 2),
+        ("one", 200, 1.0, 2),
+        ("two", 200, 2.0, 2),
+    ]
+    assert asked_of[:6] == ["two", "one", "one", "two", "two", "one"]
+    assert "of two" in capsys.readouterr().out
