@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from statestore.checksum import finish
+from statestore.checksum import finish, finish_all
 from statestore.connector.checks import VerificationFailed
-from statestore.digest import ML64, digest_bytes, unit_digest
+from statestore.digest import ML64, unit_digest
 from statestore.geometry import Geometry
 from statestore.gpu.found import Found
 from statestore.reshard import ROW_DIGEST, Ints, Unit, head_bytes
@@ -71,9 +71,8 @@ class RowSums:
 
     def add(self, low: int, found: Found) -> None:
         """What was found of rows `low` and those that follow, with `places` of them."""
-        self.table[low : low + len(found.sums)] = digest_bytes(
-            [finish(total, self._row) for total in found.sums]
-        )
+        digests = finish_all(found.sums, self._row).astype("<u8", copy=False)
+        self.table[low : low + len(digests)] = digests.view(np.uint8).reshape(-1, ROW_DIGEST)
 
     def digests(self, units: Sequence[Unit]) -> tuple[str, ...]:
         """A digest a unit, once all rows have come."""

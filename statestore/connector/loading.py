@@ -81,13 +81,18 @@ class Loader:
                 _check_size(piece, home)
             lanes = LANES if plan.nbytes >= LANE_BYTES else 1
             kept: dict[int, torch.Tensor] | None = {} if plan.nbytes <= KEPT_BYTES else None
-            share(_runs(plan.pieces, PIECE), lanes, lambda run: self._take(run, staging, home, ahead, kept))
+            together = self._view.proves
+            share(
+                _runs(plan.pieces, PIECE, together),
+                lanes,
+                lambda run: self._take(run, staging, home, ahead, kept),
+            )
             free()
             # Device caches are written in one stream, and what is on the device already in the pieces it came in.
             lanes = lanes if self._view.on_host else 1
             limit = PIECE if kept else -(-plan.nbytes // lanes)
             share(
-                _runs(plan.pieces, limit),
+                _runs(plan.pieces, limit, together),
                 lanes,
                 lambda run: self._write(job, run, (kept or {}).get(run[0].at, _bytes(run, staging))),
             )
@@ -125,7 +130,7 @@ class Loader:
             _compare(run, digests)
             if problem is not None:
                 raise problem
-            if kept is not None and (run[0].wanted is None or run[0].wanted.all()):
+            if kept is not None and all(piece.wanted is None or piece.wanted.all() for piece in run):
                 kept[run[0].at] = copy
             return
         proof: HeadsProof | RowsProof
@@ -172,11 +177,12 @@ class Loader:
         if run[0].tokens is None:
             found, copy = self._view.check_heads(data)
             return heads_digests(found, g), heads_problem(found, g, unit.first), copy
-        sums = RowSums(unit.count, run[0].row_bytes)
-        found, copy = self._view.check_rows(data, sums.places(unit.count))
+        rows = sum(piece.unit.count for piece in run)
+        sums = RowSums(rows, run[0].row_bytes)
+        found, copy = self._view.check_rows(data, sums.places(rows))
         sums.add(0, found)
-        # Its rows alone, and so the first of a table.
-        digests = sums.digests([replace(unit, first=0)])
+        # Their rows alone, and so the first of a table.
+        digests = sums.digests([replace(piece.unit, first=piece.unit.first - unit.first) for piece in run])
         return digests, rows_problem(found, g, unit.first, finite=False), copy
 
     def _plan(self, records: Sequence[BoundaryRecord], local_tokens: int) -> ReadPlan:
@@ -203,6 +209,10 @@ class Loader:
         piece = run[0]
         if piece.tokens is None or piece.wanted is None:
             self._view.scatter_heads(job.blocks, piece.head, len(run), data)
+            return
+        if len(run) > 1:
+            tokens = np.concatenate([one.tokens for one in run if one.tokens is not None])
+            self._view.scatter_rows(job.blocks, tokens, data)
             return
         tokens = piece.tokens
         if piece.rows is not None:
@@ -276,25 +286,55 @@ def share(runs: Sequence[list[Piece]], lanes: int, work: Callable[[list[Piece]],
         raise errors[0]
 
 
-def _runs(pieces: Sequence[Piece], limit: int | None = None) -> list[list[Piece]]:
-    """Heads that follow one another in the rank and in staging, `limit` bytes of them at most; rows unit by unit."""
+def _runs(
+    pieces: Sequence[Piece], limit: int | None = None, rows_together: bool = False
+) -> list[list[Piece]]:
+    """Heads that follow one another in the rank and in staging, `limit` bytes of them at most; rows unit by unit.
+
+    `rows_together`: whole units of rows whose digests a device takes are put together too, since there each call has a
+    price of its own.
+    """
     runs: list[list[Piece]] = []
     for piece in pieces:
         last = runs[-1][-1] if runs else None
-        if (
+        joins = (
             last is not None
-            and piece.tokens is None
-            and last.tokens is None
-            and piece.entry.digest == last.entry.digest
-            and piece.head == last.head + 1
-            and piece.unit.first == last.unit.first + 1
             and piece.at == last.at + last.nbytes
             and (limit is None or piece.at + piece.nbytes - runs[-1][0].at <= limit)
-        ):
+            and (_next_head(last, piece) or (rows_together and _next_rows(last, piece)))
+        )
+        if joins:
             runs[-1].append(piece)
         else:
             runs.append([piece])
     return runs
+
+
+def _next_head(last: Piece, piece: Piece) -> bool:
+    return (
+        piece.tokens is None
+        and last.tokens is None
+        and piece.entry.digest == last.entry.digest
+        and piece.head == last.head + 1
+        and piece.unit.first == last.unit.first + 1
+    )
+
+
+def _next_rows(last: Piece, piece: Piece) -> bool:
+    return (
+        _is_whole(last)
+        and _is_whole(piece)
+        and piece.entry.key == last.entry.key
+        and piece.entry.digest == ML64
+        and piece.unit.first == last.unit.first + last.unit.count
+    )
+
+
+def _is_whole(piece: Piece) -> bool:
+    """A unit of rows that is read and wanted as a whole."""
+    return (
+        piece.tokens is not None and piece.rows is None and (piece.wanted is None or bool(piece.wanted.all()))
+    )
 
 
 def _bytes(run: list[Piece], staging: Bytes) -> Bytes:

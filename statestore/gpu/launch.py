@@ -222,6 +222,8 @@ class ShardKernels:
         self, mode: int, tables: Sequence[Table] | None, staging: torch.Tensor, units: Ints | None
     ) -> Found:
         rows = staging.numel() * 8 // row_bytes(self.geometry)
+        if units is None and mode == SCATTER:
+            units = np.zeros((2, rows), np.int64)  # nobody asks for what it finds
         if units is None and rows > CHUNK:
             raise ValueError(f"{rows} rows are more than one unit's {CHUNK}; say which unit each belongs to")
         if units is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from statestore.checksum import GOLDEN, MULTIPLIER, SHIFT, TILE, Checksum, checksum
+from statestore.checksum import GOLDEN, MULTIPLIER, SHIFT, TILE, Checksum, checksum, finish, finish_all
 
 MASK = (1 << 64) - 1
 
@@ -98,3 +98,22 @@ def test_words_that_trade_places_are_seen(apart: int) -> None:
 def test_a_buffer_must_be_contiguous() -> None:
     with pytest.raises(ValueError, match="not contiguous"):
         checksum(np.zeros((8, 8), np.uint8)[:, ::2])
+
+
+@pytest.mark.parametrize("nbytes", [8, 4608, (1 << 40) + 8])
+def test_many_are_finished_as_one_is(nbytes: int) -> None:
+    """Sums as devices give them: signed, of more than 64 bits where pieces were added up."""
+    totals = [
+        0,
+        1,
+        -1,
+        MASK,
+        MASK + 5,
+        -(1 << 63),
+        (1 << 70) + 3,
+        *np.random.default_rng(2).integers(-(1 << 62), 1 << 62, 500).tolist(),
+    ]
+    found = finish_all(totals, nbytes)
+    assert [f"{number:016x}" for number in found.tolist()] == [finish(total, nbytes) for total in totals]
+    assert found.tolist() != finish_all(totals, nbytes + 8).tolist(), "the length counts"
+    assert len(finish_all([], nbytes)) == 0

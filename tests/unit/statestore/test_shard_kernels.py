@@ -16,9 +16,19 @@ from statestore.connector import cache_view
 from statestore.connector.cache_view import CacheView
 from statestore.connector.device_copies import DeviceCopies
 from statestore.connector.device_proofs import RowSums
+from statestore.connector.loading import _runs
+from statestore.connector.store_ahead import PIECE
 from statestore.digest import ML64, XXH3
 from statestore.geometry import Geometry
-from statestore.reshard import Packing, head_bytes, mla_units, row_bytes, row_tokens
+from statestore.reshard import (
+    CHUNK,
+    Packing,
+    head_bytes,
+    mla_units,
+    plan_read_chain,
+    row_bytes,
+    row_tokens,
+)
 from tests.property.rank_caches import RankCaches, blocks_for
 from tests.property.reshard_cases import Case, geometry
 from tests.property.reshard_reference import World, owners
@@ -198,6 +208,33 @@ def test_either_kind_reads_what_either_has_written(
         handoff.damage(group, flip)
         handoff.refused("digest")
         handoff.damage(group, flip)
+    assert handoff.outcome(0, record) == "exact"
+
+
+@pytest.mark.skipif(GPU, reason="its caches are host memory")
+def test_units_of_rows_are_checked_and_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls as bytes need, and the unit that is damaged is still the one that is named."""
+    monkeypatch.setattr(test_publish_load, "CacheView", device_view)
+    length = 2 * CHUNK + 30
+    handoff = Handoff(Case(geometry(tp=1, **SMALL), geometry(tp=1, **SMALL), length, Packing(1, 1)))
+    record = handoff.publish()
+    pieces = plan_read_chain((record,), geometry(tp=1, **SMALL), 0, 0).pieces
+    rows = [len(run) for run in _runs(pieces, PIECE, rows_together=True) if run[0].tokens is not None]
+    assert rows == [3]
+    assert [len(run) for run in _runs(pieces, PIECE) if run[0].tokens is not None] == [1, 1, 1]
+    size = pieces[-1].row_bytes
+    few = [len(run) for run in _runs(pieces, 2 * CHUNK * size, True) if run[0].tokens is not None]
+    assert few == [2, 1], "the limit holds"
+    assert handoff.is_exact(0, handoff.load(0, record))
+    for row in (0, CHUNK, 2 * CHUNK + 29):
+
+        def flip(data: np.ndarray, at: int = row * size + 3) -> np.ndarray:
+            data[at] ^= 1
+            return data
+
+        handoff.damage("mla", flip)
+        handoff.refused("digest")
+        handoff.damage("mla", flip)
     assert handoff.outcome(0, record) == "exact"
 
 
