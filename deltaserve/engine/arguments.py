@@ -55,11 +55,9 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
         "prefix_match_unit": config.prefix_match_unit,
         "seed": 0,
         "disable_log_stats": True,
-        # Steps are scheduled one ahead where vLLM can: half of a decode step is the host's. A prompt that is published
-        # asks for one token, so that no step of its own follows the one whose blocks are named; the end of an answer
-        # that stopped by itself has one, and is not kept then (statestore/connector/scheduler_half.py). With drafts
-        # the accepted count would be known a step too late.
-        "async_scheduling": config.device == "cuda" and not draft_method(config.extra_args),
+        # A step ahead is exact (docs/gpu.md), and an answer that stops by itself loses its end as a checkpoint by it.
+        # Whether decode steps gain what that costs has not been measured yet: an operator's `extra_args` may choose it.
+        "async_scheduling": False,
     }
     if text_form.is_published(config.model):
         args["hf_overrides"] = text_form.text_alone
