@@ -162,7 +162,8 @@ class EngineRecords:
 
     def forget(self, request: int) -> None:
         """A request begins in this row: nothing is pending, whatever its predecessor left."""
-        self._pending[request] = 0
+        # Not by an assignment, which copies the number from the host and waits for the device.
+        self._pending[request : request + 1].zero_()
 
     def plan(
         self,
