@@ -159,8 +159,12 @@ def _tensors(s: Shape, seed: int, dtype: torch.dtype, peaked: bool, published: b
     w.linear("lm_head", s.vocab, s.hidden)
     if peaked:
         lengths = torch.exp(1.5 * w.normal(s.vocab))
-        head = w.tensors["lm_head.weight"].float() * (8 * lengths / lengths.max()).unsqueeze(1)
+        head = w.tensors["lm_head.weight"].float() * (4 * lengths / lengths.max()).unsqueeze(1)
         w.tensors["lm_head.weight"] = head.to(dtype)
+        # Which experts a token goes to may hang on rounding; what they add must not.
+        last = ".routed_expert_up_proj.weight" if s.form == "k3" else ".w2.weight"
+        for name in [name for name in w.tensors if name.endswith(last)]:
+            w.tensors[name] = w.tensors[name] * 0.05
     if s.form == "k3":
         w.norm("model.output_attn_res_norm", s.hidden)
         w.linear("model.output_attn_res_proj", 1, s.hidden)
@@ -216,7 +220,8 @@ def write_random_model(
     The same arguments give the same bytes. ``form`` "k3" has the full-rank gate with lower bound -5, the attention
     residual, SiTU and latent experts, and a low-rank MLA query; "kimi-linear" has the low-rank softplus gate and SiLU
     experts. Layers 1..``layers`` are KDA except every ``mla_every``-th. ``peaked``: the output head's rows differ a
-    hundredfold in length, so that two tokens are seldom nearly as likely. ``published``: config.json and the tensors'
+    hundredfold in length, so that two tokens are seldom nearly as likely, and routed experts add little, because random
+    routers choose by rounding. ``published``: config.json and the tensors'
     names are those of published models (`models.random_config`), K3 with its draft head (MTP); weights of a vision
     tower are not written.
 
