@@ -14,6 +14,9 @@ Nothing of what a client sent is logged. The time for a body is the gateway's af
 chunk at once and returns True, or does nothing and returns False, when the client is not reading or no chunked answer
 is under way. Whoever gets False sends the piece as ASGI has it, and waits there. An ASGI message costs six coroutines
 and a task's turn on its way to the socket; a token's event is not worth that.
+
+`scope[LEAVING]` calls a function when the connection is lost before the answer has ended (`Leaving`). Who gives it one
+needs no task that waits in `receive` for the same.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import asyncio
 import functools
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -34,6 +38,10 @@ MAX_HEAD = 64 << 10
 """Bytes of a request line with its headers."""
 PUSH = "deltaserve.push"
 """Where the ASGI scope keeps the function that writes a chunk at once."""
+
+
+LEAVING = "deltaserve.leaving"
+"""Where the ASGI scope keeps what says that the client has left."""
 
 
 class Malformed(ValueError):
@@ -68,6 +76,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget_head()
         self._forget_unread()
         super().connection_lost(exc)
+        if self.cycle is not None and not self.cycle.response_complete:
+            _left(self.cycle)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -90,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # its body has become unreadable
             cycle.message_event.set()
+            _left(cycle)
             if cycle.response_started:
                 self.transport.abort()
                 return
@@ -126,6 +137,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # else: an upgrade, which is not served
             self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
+            self.scope[LEAVING] = Leaving()  # type: ignore[literal-required]
             self.scope[PUSH] = functools.partial(_push, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
@@ -212,6 +224,39 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = None
         log.warning("a client does not read its answer; its connection ends")
         self.transport.abort()
+
+
+class Leaving:
+    """Whether a request's client has left, and whom to tell."""
+
+    __slots__ = ("_gone", "_tell")
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._tell: Callable[[], None] | None = None
+
+    def then(self, tell: Callable[[], None]) -> None:
+        """Call `tell` when the client leaves: now, if it has left."""
+        if self._gone:
+            tell()
+        else:
+            self._tell = tell
+
+    def forget(self) -> None:
+        """Tell nobody any more."""
+        self._tell = None
+
+    def left(self) -> None:
+        """The client has left."""
+        self._gone = True
+        if self._tell is not None:
+            self._tell()
+
+
+def _left(cycle: RequestResponseCycle) -> None:
+    leaving: Leaving | None = cycle.scope.get(LEAVING)  # type: ignore[assignment]
+    if leaving is not None:
+        leaving.left()
 
 
 class HeadWithBody:

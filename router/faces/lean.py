@@ -40,7 +40,7 @@ from router.faces.chunks import Form, learn
 from router.faces.lean_stream import FAILED, LeanStream
 from router.faces.shapes import Shape, Shapes
 from router.faces.whole import WholeForm, learn_whole
-from router.http_protocol import PUSH
+from router.http_protocol import LEAVING, PUSH, Leaving
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -251,7 +251,7 @@ class LeanApp:
         if lean.stream is None or lean.form is None:  # an ErrorResponse, most likely
             return self._undo(lean)
         self._note(key, document, scope, lean)
-        await self._stream(lean.stream, lean.form, lean.response_id, lean.model, receive, send)
+        await self._stream(lean.stream, lean.form, lean.response_id, lean.model, scope, receive, send)
         return True
 
     async def _known(
@@ -275,7 +275,8 @@ class LeanApp:
         except Exception:  # too many requests: vLLM has words for it
             return False
         if shape.streamed:
-            await self._stream(stream, handler.forms[usage], response_id, handler.model_name, receive, send)
+            form, model = handler.forms[usage], handler.model_name
+            await self._stream(stream, form, response_id, model, scope, receive, send)
         else:
             await self._answer(stream, handler, response_id, scope, receive, send)
         return True
@@ -293,15 +294,21 @@ class LeanApp:
         return False
 
     async def _stream(
-        self, stream: LeanStream, form: Form, response_id: str, model: str, receive: Receive, send: Send
+        self,
+        stream: LeanStream,
+        form: Form,
+        response_id: str,
+        model: str,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        leaving = asyncio.ensure_future(receive())
-        leaving.add_done_callback(functools.partial(_left, stream))
+        forget = _leaving(stream, scope, receive)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             await stream.events(form, response_id, model, send)
         finally:
-            leaving.cancel()
+            forget()
             if not stream.ended:
                 self._switch.abort([stream.request.request_id])
 
@@ -318,13 +325,12 @@ class LeanApp:
         from starlette.requests import Request
         from vllm.exceptions import GenerationError
 
-        leaving = asyncio.ensure_future(receive())
-        leaving.add_done_callback(functools.partial(_left, stream))
+        forget = _leaving(stream, scope, receive)
         created = int(time.time())
         try:
             await stream.end()
         finally:
-            leaving.cancel()
+            forget()
             if not stream.ended:
                 self._switch.abort([stream.request.request_id])
         if not stream.ended:
@@ -483,6 +489,17 @@ async def _json(send: Send, status: int, data: bytes) -> None:
     headers = [(b"content-length", str(len(data)).encode()), (b"content-type", _JSON)]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+def _leaving(stream: LeanStream, scope: Scope, receive: Receive) -> Callable[[], object]:
+    """Have the stream told when its client leaves; returns what forgets that."""
+    connection: Leaving | None = scope.get(LEAVING)
+    if connection is not None:
+        connection.then(stream.leave)
+        return connection.forget
+    leaving = asyncio.ensure_future(receive())
+    leaving.add_done_callback(functools.partial(_left, stream))
+    return leaving.cancel
 
 
 def _left(stream: LeanStream, receiving: asyncio.Future[Message]) -> None:

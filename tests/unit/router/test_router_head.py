@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer's head and the first piece of its body are one write."""
+"""An answer's head and the first piece of its body are one write; and who is told that a client has left."""
 
 from __future__ import annotations
 
 import asyncio
 
-from router.http_protocol import HeadWithBody
+from router.http_protocol import HeadWithBody, Leaving
 
 
 class _Written:
@@ -45,3 +45,23 @@ async def test_a_head_without_a_body_is_not_kept() -> None:
     closed.close()
     await asyncio.sleep(0)
     assert transport.done[2:] == [b"second", b"closed"]
+
+
+def test_who_asks_is_told_when_the_client_leaves_and_at_once_when_it_has_left() -> None:
+    told: list[str] = []
+    leaving = Leaving()
+    leaving.then(lambda: told.append("then"))
+    assert told == [], "the control"
+    leaving.left()
+    assert told == ["then"]
+    leaving.then(lambda: told.append("late"))
+    assert told == ["then", "late"]
+
+
+def test_who_has_ended_is_not_told() -> None:
+    told: list[str] = []
+    leaving = Leaving()
+    leaving.then(lambda: told.append("then"))
+    leaving.forget()
+    leaving.left()
+    assert told == []

@@ -238,6 +238,18 @@ def test_a_client_that_leaves_is_noticed(http: httpx.Client, workers: Workers) -
     assert workers.decode.held == 0
 
 
+def test_a_client_that_gives_up_waiting_is_noticed(http: httpx.Client, workers: Workers) -> None:
+    body = {"model": "demo", "prompt": "the fox", "max_tokens": 300}
+    for _ in range(2):  # the second one is of a known shape
+        assert http.post("/v1/completions", json=body).status_code == 200
+    assert workers.decode.aborted == [], "the control"
+    workers.decode.knobs.step_seconds = 0.05
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=1.0)
+    wait_until(lambda: len(workers.decode.aborted) == 1)
+    assert workers.decode.held == 0
+
+
 def test_decode_dies_mid_stream_and_comes_back(router: Router, http: httpx.Client, workers: Workers) -> None:
     workers.decode.knobs.step_seconds = 0.02
     port = workers.decode.port
