@@ -220,7 +220,7 @@ def write_random_model(
     The same arguments give the same bytes. ``form`` "k3" has the full-rank gate with lower bound -5, the attention
     residual, SiTU and latent experts, and a low-rank MLA query; "kimi-linear" has the low-rank softplus gate and SiLU
     experts. Layers 1..``layers`` are KDA except every ``mla_every``-th. ``peaked``: the output head's rows differ a
-    hundredfold in length, so that two tokens are seldom nearly as likely, and routed experts add little, because random
+    hundredfold in length, so that fewer tokens are nearly as likely, and routed experts add little, because random
     routers choose by rounding. ``published``: config.json and the tensors'
     names are those of published models (`models.random_config`), K3 with its draft head (MTP); weights of a vision
     tower are not written.
