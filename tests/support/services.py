@@ -14,7 +14,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -23,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deltaserve.config import EtcdConfig, StoreConfig
+from deltaserve.up.binaries import prefixes
 
 START_SECONDS = 15.0
 
@@ -296,8 +296,11 @@ def mooncake_ha(etcd_endpoint: str, cluster_id: str, size: int = 2) -> Iterator[
 
 
 def _find(program: str) -> str:
-    beside = Path(sys.executable).parent / program
-    found = str(beside) if beside.exists() else shutil.which(program)
+    """A program, where `deltaserve up` looks for it too: a machine without an etcd of its own has make install's."""
+    for folder in prefixes():
+        if found := shutil.which(program, path=str(folder)):
+            return found
+    found = shutil.which(program)
     if found is None:
         raise RuntimeError(f"{program} is not installed; run make install")
     return found
