@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from deltaserve.config import WorkerConfig
 from deltaserve.up import Cluster
 from statestore.boundary import BoundaryRecord
 from tests.cluster.calls import call, complete, metric, records, stored_objects
@@ -28,8 +29,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 LEASE = 8
 """Seconds of silence after which a worker is gone: more than a busy machine leaves it without a core."""
 PATIENT = 240.0
-"""Seconds after which what has not come will not come. A sweep needs a lease, two of grace, its own turn, and 30 s
-until the store has given up a writer in the middle of an object."""
+"""Seconds after which what has not come will not come."""
+SWEEP = 2.0 * WorkerConfig().longest_put + 60
+"""The same of a sweep. It needs a lease, two of grace and its own turn; and where the kill came in the middle of an
+object, up to twice what the store gives a writer (docs/handoff.md, crash paths)."""
 QUEUE = 4
 """Requests that take the decode worker's only seat one after the other, each longer than a sweep takes."""
 SEAT_TOKENS = 12_000
@@ -171,9 +174,6 @@ def handed_over(cluster: Cluster, tokens: list[int]) -> bool:
 
 
 def swept(cluster: Cluster) -> None:
-    """Wait until nothing of a dead worker is left.
-
-    An object that was being written can be removed when the store has given its writer up, after 30 s.
-    """
-    wait_until(lambda: not records(cluster), PATIENT, "the dead worker's records are swept")
+    """Wait until nothing of a dead worker is left."""
+    wait_until(lambda: not records(cluster), SWEEP, "the dead worker's records are swept")
     wait_until(lambda: stored_objects(cluster) == 0, PATIENT, "its objects too")
