@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deltaserve.config import EtcdConfig, StoreConfig
-from deltaserve.up.binaries import prefixes
+from deltaserve.up.binaries import find_etcd, find_master
 
 START_SECONDS = 15.0
 
@@ -170,7 +170,7 @@ def etcd(
         peer = free_port()
         client_url = f"{scheme}://127.0.0.1:{port}"
         return [
-            _find("etcd"),
+            str(find_etcd().path),
             "--name=test",
             f"--data-dir={folder / 'data'}",
             f"--listen-client-urls={client_url}",
@@ -199,7 +199,7 @@ def etcd_cluster(size: int = 3) -> Iterator[list[EtcdService]]:
     def command(number: int) -> Callable[[int, Path], list[str]]:
         def build(port: int, folder: Path) -> list[str]:
             return [
-                _find("etcd"),
+                str(find_etcd().path),
                 f"--name=member{number}",
                 f"--data-dir={folder / 'data'}",
                 f"--listen-client-urls=http://127.0.0.1:{port}",
@@ -248,7 +248,7 @@ class MasterService:
 def _master_command(port: int) -> list[str]:
     """A master; clients that are silent for 5 s are dead."""
     return [
-        _find("mooncake_master"),
+        str(find_master().path),
         "--rpc_address=127.0.0.1",
         f"--rpc_port={port}",
         "--metrics_host=127.0.0.1",
@@ -293,14 +293,3 @@ def mooncake_ha(etcd_endpoint: str, cluster_id: str, size: int = 2) -> Iterator[
             # Its port opens when it leads.
             master.launch()
         yield [MasterService(master) for master in masters]
-
-
-def _find(program: str) -> str:
-    """A program, where `deltaserve up` looks for it too: a machine without an etcd of its own has make install's."""
-    for folder in prefixes():
-        if found := shutil.which(program, path=str(folder)):
-            return found
-    found = shutil.which(program)
-    if found is None:
-        raise RuntimeError(f"{program} is not installed; run make install")
-    return found
