@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from deltaserve.up import ports
 
 START_SECONDS = 240.0
 
@@ -27,7 +28,7 @@ class Started:
     ) -> None:
         """`options`: of `deltaserve up`; logs go below `folder`."""
         self.name = name
-        port, self._metrics = _free_port(), _free_port()
+        port, self._metrics = ports.choose(2)
         self.url = f"http://127.0.0.1:{port}"
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"{name}.log"
@@ -68,8 +69,3 @@ class Started:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
