@@ -182,6 +182,15 @@ def answer(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def from_each_link(probe: Probe, prompt: list[int], chain: Sequence[Any]) -> list[dict[str, Any]]:
+    """The prompt's answers from its chain's first link, from the first two, and so on."""
+    answers = []
+    for end in range(len(chain)):
+        probe.forget()
+        answers.append(answer(probe.run(prompt, load=LoadIntent(tuple(chain[: end + 1])))))
+    return answers
+
+
 def chains(probe: Probe, prompt: list[int], more: list[int]) -> dict[str, Any]:
     """Restore one prompt from each of its links; then a second turn from the end of the answer."""
     probe.forget()
@@ -193,11 +202,8 @@ def chains(probe: Probe, prompt: list[int], more: list[int]) -> dict[str, Any]:
         "links": [[link.base, link.length] for link in outcome.links],
         "complete": outcome.complete,
         "bytes": [link.nbytes for link in outcome.links],
-        "from_link": [],
+        "from_link": from_each_link(probe, prompt, chain),
     }
-    for end in range(len(chain)):
-        probe.forget()
-        found["from_link"].append(answer(probe.run(prompt, load=LoadIntent(tuple(chain[: end + 1])))))
     # The engine's own prefix cache now holds more than the first checkpoint: nothing is loaded.
     probe.forget()
     probe.run(prompt, 1)

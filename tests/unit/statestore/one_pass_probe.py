@@ -12,7 +12,7 @@ from unittest import mock
 
 from statestore.connector.inside import Inside
 from statestore.connector.intents import LoadIntent
-from tests.unit.statestore.connector_probe import DEMO, Probe, answer
+from tests.unit.statestore.connector_probe import DEMO, Probe, answer, from_each_link
 
 CHUNK = 1024
 
@@ -31,11 +31,8 @@ def run(probe: Probe, prompt: list[int]) -> dict[str, Any]:
         "plain": answer(plain),
         "links": [[link.base, link.length] for link in outcome.links],
         "passes": passes(outcome),
-        "from_link": [],
+        "from_link": from_each_link(probe, prompt, chain),
     }
-    for end in range(len(chain)):
-        probe.forget()
-        found["from_link"].append(answer(probe.run(prompt, load=LoadIntent(tuple(chain[: end + 1])))))
     if len(chain) > 1:
         # A longer prompt goes on from the checkpoint, and is one pass again.
         probe.forget()
