@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from deltaserve.config import DoctorConfig
+from deltaserve.engine.plugin_check import PluginMissingError, require_plugins
 from deltaserve.up import binaries, ports
 from deltaserve.up.errors import ClusterError
 
@@ -89,6 +90,11 @@ def _vllm(device: str) -> Iterator[Check]:
         installed("torch") or "not installed",
         "" if installed("torch") else remedy,
     )
+    try:
+        require_plugins()
+        yield Check("vLLM's entry points", True, "deltaserve's are found")
+    except PluginMissingError as error:
+        yield Check("vLLM's entry points", False, "deltaserve's are not found", str(error))
     if device == "cpu":
         harmful = [name for name in HARMFUL_ON_CPU if installed(name)]
         if harmful:

@@ -32,6 +32,7 @@ from deltaserve.engine.arguments import connector_config, engine_args, resolved_
 from deltaserve.engine.digest import model_digest
 from deltaserve.engine.drain import finish
 from deltaserve.engine.host import EngineHost
+from deltaserve.engine.plugin_check import require_plugins
 from deltaserve.engine.probes import Health
 from deltaserve.engine.role import Job, Role
 from deltaserve.membership import Member, Membership
@@ -81,6 +82,7 @@ def run(config: WorkerConfig, parts: Parts) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         require_servable(config.model)
+        require_plugins()
         server_credentials(config.tls)
         etcd_channel.credentials(config.etcd)
         stage("importing vLLM")

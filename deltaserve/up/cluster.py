@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from deltaserve.config import ClusterConfig
+from deltaserve.engine.plugin_check import PluginMissingError, require_plugins
 from deltaserve.model_check import ModelError, require_servable
 from deltaserve.up import binaries, plan, ports
 from deltaserve.up.errors import ClusterError
@@ -73,7 +74,8 @@ class Cluster:
         """The processes, when the options and this machine allow them. Makes the run folder; starts nothing."""
         try:
             require_servable(self.config.model)
-        except ModelError as error:
+            require_plugins()
+        except (ModelError, PluginMissingError) as error:
             raise ClusterError(str(error)) from error
         ports.require_free(self.config.host, self.config.port)
         etcd = binaries.find_etcd(self.config.etcd_binary)

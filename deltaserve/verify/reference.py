@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from deltaserve.config import ClusterConfig, WorkerConfig
 from deltaserve.engine.arguments import engine_args, resolved_dtype, set_environment
 from deltaserve.engine.digest import model_digest
+from deltaserve.engine.plugin_check import PluginMissingError, require_plugins
 from deltaserve.up.caches import kernel_caches
 from deltaserve.verify import rounding
 from deltaserve.verify.client import sampling_fields
@@ -178,6 +179,10 @@ def _answer(item: dict[str, Any]) -> Answer:
 
 
 def _compute(config: WorkerConfig, groups: Sequence[Group]) -> list[list[Answer]]:
+    try:
+        require_plugins()
+    except PluginMissingError as error:
+        raise ReferenceError(str(error)) from error
     with tempfile.TemporaryDirectory(prefix="deltaserve-verify-") as folder:
         job, result, log = (Path(folder) / name for name in ("job.json", "answers.json", "log"))
         document = {
