@@ -12,6 +12,7 @@ from typing import Any
 
 from deltaserve import text_form
 from deltaserve.config import WorkerConfig, draft_method
+from deltaserve.engine.cuda import fp8_cache
 
 CONNECTOR = "DeltaserveConnector"
 CONNECTOR_MODULE = "statestore.connector"
@@ -123,6 +124,8 @@ def set_environment(config: WorkerConfig) -> None:
     }
     if text_form.is_published(config.model):
         defaults[text_form.VARIABLE] = "1"
+    if config.device == "cuda" and config.kv_cache_dtype == "fp8":
+        defaults[fp8_cache.VARIABLE] = "1"
     if config.device == "cpu":
         # Without it vLLM reserves CPU memory by a share of the machine before kv_cache_memory_bytes is read.
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv_cache_bytes // (1 << 30))))

@@ -43,10 +43,11 @@ def register() -> None:
     resume.install()
     partial_hits.install()
     if not cpu_build():
-        from deltaserve.engine.cuda import internal_checkpoints, replay_ssm
+        from deltaserve.engine.cuda import fp8_cache, internal_checkpoints, replay_ssm
 
         replay_ssm.install()
         internal_checkpoints.install()
+        fp8_cache.install()
         if os.environ.get(text_form.VARIABLE) == "1":
             from vllm import ModelRegistry
 
