@@ -3,7 +3,7 @@
 
 CONFIG is the JSON of a WorkerConfig, FLAGS a JSON list of further flags of vLLM's server, which win. It is stock vLLM
 but for what the device needs to run such models at all (on a CPU this project's platform): no connector of ours, and
-what is for our handoff alone (steps scheduled one at a time, logits looked at for numbers) is left as vLLM has it.
+what workers choose for themselves (steps scheduled ahead, logits looked at for numbers) is left as vLLM has it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ def engine_args(config: WorkerConfig, kv_transfer_config: dict[str, Any] | None)
         "prefix_match_unit": config.prefix_match_unit,
         "seed": 0,
         "disable_log_stats": True,
-        # A step ahead is exact (docs/gpu.md), and an answer that stops by itself loses its end as a checkpoint by it.
-        # Whether decode steps gain what that costs has not been measured yet: an operator's `extra_args` may choose it.
-        "async_scheduling": False,
+        # On a GPU the next step is scheduled while one computes (docs/gpu.md). Drafts were verified without it, and a
+        # CPU has nothing to overlap.
+        "async_scheduling": config.device == "cuda" and not draft_method(config.extra_args),
     }
     if text_form.is_published(config.model):
         args["hf_overrides"] = text_form.text_alone

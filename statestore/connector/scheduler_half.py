@@ -8,7 +8,9 @@ The pins go when every rank has reported that link, well or badly. When no link 
 service hears of all of them, and commits.
 
 A publish without a length is the end of an answer: its one link is made when the request has ended by itself, of
-everything that has been computed (the last token has been sampled, not computed), and goes out with the next step.
+everything that has been computed, and goes out with the next step. Where steps are scheduled ahead, one of the
+request's may be on the device still: then that is the token which ended the answer as well, and without such a step the
+last token has been sampled only.
 
 Load, happy path: `matched` offers the boundary's tokens, vLLM allocates, `allocated` makes the job, the request waits
 until every rank has reported; only then is it scheduled, and computes what follows.
@@ -287,6 +289,8 @@ class SchedulerHalf:
         link = publish.links.finish(length)
         if link is None:
             return "nothing to publish"
+        if request.num_in_flight_tokens and not _one_ahead(request):
+            return "steps of other tokens are in flight"
         publish.tokens = list(request.all_token_ids[:length])
         self._new_publishes.append(self._publish_job(key, publish.intent, link))
         return ""
@@ -305,5 +309,19 @@ def _is_recurrent(spec: Any) -> bool:
 
 def _ended_by_itself(request: Any) -> bool:
     from vllm.v1.request import RequestStatus
+
+def _one_ahead(request: Any) -> bool:
+    """Whether what is on the device of the request is one step, which computes the token that ended the answer.
+
+    vLLM counts a step's tokens as computed when it schedules it, and the request has their blocks then. So the running
+    state at `num_computed_tokens` will be that of all tokens, once the device has come there; the ranks read it behind
+    a fence of a later step. After a preemption the counts are of something else.
+    """
+    return (
+        request.num_in_flight_tokens == 1
+        and request.num_computed_tokens == request.num_tokens
+        and not request.num_stale_output_tokens
+    )
+
 
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

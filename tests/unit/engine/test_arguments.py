@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -183,7 +184,14 @@ def test_the_caches_dtype_is_asked_for_on_cuda_alone() -> None:
         WorkerConfig(device="cpu", kv_cache_dtype="fp8")
 
 
-def test_steps_are_scheduled_ahead_where_an_operator_chooses_it() -> None:
-    assert engine_args(WorkerConfig(device="cuda"), None)["async_scheduling"] is False
-    chosen = WorkerConfig(device="cuda", extra_args={"async_scheduling": True})
-    assert engine_args(chosen, None)["async_scheduling"] is True
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_steps_are_scheduled_ahead_on_a_gpu(role: Any) -> None:
+    def chosen(device: Any, **extra: Any) -> Any:
+        return engine_args(WorkerConfig(role=role, device=device, extra_args=extra), None)["async_scheduling"]
+
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    assert chosen("cuda") is True
+    assert chosen("cuda", speculative_config=drafts) is False
+    assert chosen("cuda", async_scheduling=False) is False
+    assert chosen("cuda", speculative_config=drafts, async_scheduling=True) is True
+    assert chosen("cpu") is False

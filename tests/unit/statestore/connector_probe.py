@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links and chains in one real engine: publish a prompt of several chunks, restore from its links, compare.
 
-A process of its own (`python -m tests.unit.statestore.connector_probe`): an engine leaves its settings in the process
-that it ran in. The engine is vLLM's with this project's connector on it; the store is the double in memory, so that
-neither etcd nor Mooncake is needed. Prints one line of JSON, `PROBE {...}`; test_connector_engine.py says what must
-hold.
+A process of its own (`python -m tests.unit.statestore.connector_probe [ahead]`): an engine leaves its settings in the
+process that it ran in. The engine is vLLM's with this project's connector on it; the store is the double in memory, so
+that neither etcd nor Mooncake is needed. Prints one line of JSON, `PROBE {...}`; test_connector_engine.py says what
+must hold.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from deltaserve.engine.arguments import connector_config, engine_args, set_envir
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry
 from statestore.connector.intents import PARAMS, Intents, LinkOutcome, LoadIntent, PublishIntent
 from tests.doubles.pool import PoolDouble, Store
+from tests.support import steps_ahead
 from tests.support.cluster import DEMO
 from tests.support.core_requests import core_request
 
@@ -34,8 +36,8 @@ ANSWER = 8
 class Probe:
     """One engine, and what the tests do with it."""
 
-    def __init__(self, chunk: int = CHUNK, **extra: Any) -> None:
-        """`chunk`: most tokens of a step; `extra`: further engine arguments."""
+    def __init__(self, chunk: int = CHUNK, ahead: bool = False, **extra: Any) -> None:
+        """`chunk`: most tokens of a step; `ahead`: steps are scheduled one ahead; `extra`: further engine arguments."""
         config = WorkerConfig(
             role="prefill",
             model=DEMO,
@@ -62,6 +64,8 @@ class Probe:
         listen(WORKER, lambda *event: self.events.put(event))
         args = engine_args(config, connector_config(config, WORKER, DIGEST))
         vllm_config = AsyncEngineArgs(**args).create_engine_config()
+        if ahead:
+            steps_ahead.allow(vllm_config)
         self.host = EngineHost(vllm_config, self._step, lambda reason: self.outputs.put(RuntimeError(reason)))
         with mock.patch("statestore.mooncake_pool.MooncakePool", self._pool):
             self.host.start(300)
@@ -79,18 +83,26 @@ class Probe:
 
     # ---- requests
 
-    def run(self, prompt: Sequence[int], tokens: int = ANSWER, **intents: Any) -> dict[str, Any]:
+    def run(
+        self, prompt: Sequence[int], tokens: int = ANSWER, stop: Sequence[int] = (), **intents: Any
+    ) -> dict[str, Any]:
         """One request to its end: tokens, their log-probs, tokens that were computed nowhere else, events by name."""
-        name = self.start(prompt, tokens, **intents)
+        name = self.start(prompt, tokens, stop, **intents)
         return self.result(name, waits="publish" in intents)
 
-    def start(self, prompt: Sequence[int], tokens: int, **intents: Any) -> str:
+    def start(self, prompt: Sequence[int], tokens: int, stop: Sequence[int] = (), **intents: Any) -> str:
+        """`stop`: tokens that end the answer."""
         from vllm import SamplingParams
 
         name = f"probe-{next(self._names)}"
         extra = {"kv_transfer_params": {PARAMS: Intents(**intents)}} if intents else None
         params = SamplingParams(
-            max_tokens=tokens, temperature=0.0, logprobs=1, ignore_eos=True, extra_args=extra
+            max_tokens=tokens,
+            temperature=0.0,
+            logprobs=1,
+            ignore_eos=True,
+            stop_token_ids=list(stop),
+            extra_args=extra,
         )
         request = core_request(name, prompt, params)
         self.host.add(request, lambda reason: self.outputs.put(RuntimeError(reason)))
@@ -308,7 +320,7 @@ def held(probe: Probe, prompt: list[int], fillers: list[list[int]], pinned: bool
 
 
 def main() -> None:
-    probe = Probe()
+    probe = Probe(ahead="ahead" in sys.argv)
     prompts = [p["prompt"] for p in json.loads((DEMO / "prompts.json").read_text()) if p["length"] == 1000]
     first, second, more = prompts[0][:700], prompts[1][:700], prompts[2][:70]
     aligned = first[: 5 * probe.block + 1]

@@ -84,6 +84,7 @@ class Half:
             num_computed_tokens=0,
             num_tokens=tokens,
             num_in_flight_tokens=0,
+            num_stale_output_tokens=0,
             all_token_ids=list(range(1000, 1000 + min(tokens, 500))),
             status=RequestStatus.RUNNING,
         )

@@ -21,9 +21,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def probe() -> dict[str, Any]:
-    return probe_result("tests.unit.statestore.connector_probe", timeout=550)
+@pytest.fixture(scope="module", params=["", "ahead"])
+def probe(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """`ahead`: with steps scheduled one ahead."""
+    return probe_result("tests.unit.statestore.connector_probe", request.param, timeout=550)
 
 
 def drift(one: dict[str, Any], other: dict[str, Any]) -> float:

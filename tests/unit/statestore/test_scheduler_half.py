@@ -410,13 +410,55 @@ def test_an_answer_rests_on_the_checkpoint_of_its_prompt(half: Half) -> None:
     assert half.pinned == [3, 13]
 
 
+def _one_step_ahead(half: Half, prompt: int, output: int, **changes: Any) -> Any:
+    """The same where the step of its last token is on the device."""
+    request = _answered(half, prompt, output)
+    half.steps(request, prompt + output)
+    vars(request).update({"num_in_flight_tokens": 1, "num_tokens": prompt + output, **changes})
+    return request
+
+
+@pytest.mark.parametrize(("output", "running"), [(6, 3), (8, 3), (9, 4)])
+def test_an_answer_that_stops_with_a_step_ahead_is_published_whole(
+    half: Half, output: int, running: int
+) -> None:
+    """The step's own token is the last one: the state behind it is that of all, in the block of its position."""
+    request = _one_step_ahead(half, 40, output)
+    half.end(request, RequestStatus.FINISHED_STOPPED)
+    assert half.names == []
+    assert running in half.pinned
+    (job,) = half.step().publish
+    assert (job.length, job.final, job.blocks[0]) == (40 + output, True, [LONG[0][running - 1]])
+    half.written("r", 0, 1)
+    assert half.outcome.tokens == list(range(1000, 1040 + output))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_in_flight_tokens": 2},
+        {"num_tokens": 45},
+        {"num_tokens": 47},
+        {"num_stale_output_tokens": 1},
+    ],
+)
+def test_what_is_in_flight_besides_is_not_published(half: Half, changes: dict[str, int]) -> None:
+    """A preempted request's steps, or more than one: the counts are of something else."""
+    request = _one_step_ahead(half, 40, 6, **changes)
+    half.end(request, RequestStatus.FINISHED_STOPPED)
+    assert half.names == [("publish_failed", "r")]
+    assert "in flight" in half.events[0][2]
+    assert half.pinned == []
+
+
 @pytest.mark.parametrize(
     ("status", "changes", "speculative", "reason"),
     [
         (RequestStatus.FINISHED_ABORTED, {}, False, "aborted"),
         (RequestStatus.FINISHED_ERROR, {}, False, "aborted"),
         (RequestStatus.FINISHED_STOPPED, {}, True, "speculation"),
-        (RequestStatus.FINISHED_STOPPED, {"num_in_flight_tokens": 1}, False, "in flight"),
+        (RequestStatus.FINISHED_STOPPED, {"num_in_flight_tokens": 8}, False, "in flight"),
+        (RequestStatus.FINISHED_ABORTED, {"num_in_flight_tokens": 1}, False, "aborted"),
         (RequestStatus.FINISHED_STOPPED, {"num_computed_tokens": 32}, False, "nothing to publish"),
         (RequestStatus.FINISHED_STOPPED, {"num_computed_tokens": 0}, False, "nothing to publish"),
     ],
