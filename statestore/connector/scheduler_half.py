@@ -282,15 +282,12 @@ class SchedulerHalf:
             return "the request was aborted"
         if self._speculative:
             return "speculation"
-        if request.num_in_flight_tokens:
-            # A step scheduled ahead moves the running state on.
-            return "a further step of the request is in flight"
         length = request.num_computed_tokens
+        if request.num_in_flight_tokens and not _one_ahead(request):
+            return "steps of other tokens are in flight"
         link = publish.links.finish(length)
         if link is None:
             return "nothing to publish"
-        if request.num_in_flight_tokens and not _one_ahead(request):
-            return "steps of other tokens are in flight"
         publish.tokens = list(request.all_token_ids[:length])
         self._new_publishes.append(self._publish_job(key, publish.intent, link))
         return ""
@@ -307,9 +304,6 @@ def _is_recurrent(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
-def _ended_by_itself(request: Any) -> bool:
-    from vllm.v1.request import RequestStatus
-
 def _one_ahead(request: Any) -> bool:
     """Whether what is on the device of the request is one step, which computes the token that ended the answer.
 
@@ -323,5 +317,8 @@ def _one_ahead(request: Any) -> bool:
         and not request.num_stale_output_tokens
     )
 
+
+def _ended_by_itself(request: Any) -> bool:
+    from vllm.v1.request import RequestStatus
 
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
