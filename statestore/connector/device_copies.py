@@ -92,7 +92,8 @@ class DeviceCopies:
         self._row_dtype = torch_dtype(geometry.kv_cache_dtype)
         if rows[0][1].dtype == torch.uint8:
             self._row_dtype = torch.uint8
-        self._streams: Spares[Any] = Spares(lambda: torch.cuda.Stream(self._device))
+        # Ahead of the engine's kernels: a copy takes microseconds of the device, and waits for as long as theirs else.
+        self._streams: Spares[Any] = Spares(lambda: torch.cuda.Stream(self._device, priority=-1))
 
     def gather_heads(self, blocks: tuple[list[int], ...], mine: slice, layers: range, out: Bytes) -> None:
         """The rank's heads `mine` of the KDA layers numbered `layers` into their places in `out`, which holds these

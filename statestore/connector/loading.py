@@ -9,7 +9,6 @@ blocks.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from statestore.connector.checks import (
     check_table,
 )
 from statestore.connector.device_proofs import RowSums, heads_digests, heads_problem, rows_problem
+from statestore.connector.lanes import share
 from statestore.connector.messages import LoadJob, RankReport
 from statestore.connector.proofs import HeadsProof, RowsProof
 from statestore.connector.store_ahead import PIECE, ReadAhead
@@ -254,36 +254,6 @@ def _check_size(piece: Piece, home: Mapping[str, Bytes]) -> None:
         raise SizeMismatch(
             f"get {entry.key}: {home[entry.key].nbytes} bytes are stored, {entry.nbytes} were written"
         )
-
-
-def share(runs: Sequence[list[Piece]], lanes: int, work: Callable[[list[Piece]], None]) -> None:
-    """`work` on every run, on the calling thread and `lanes` - 1 others. Raises what failed first, once all ended."""
-    left = iter(runs)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
-
-    def lane() -> None:
-        while not errors:
-            with lock:
-                run = next(left, None)
-            if run is None:
-                return
-            try:
-                work(run)
-            except BaseException as error:
-                errors.append(error)
-
-    helpers = [
-        threading.Thread(target=lane, name="state-lane", daemon=True)
-        for _ in range(min(lanes, len(runs)) - 1)
-    ]
-    for helper in helpers:
-        helper.start()
-    lane()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
 
 
 def _runs(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Store calls that run beside the work on the bytes: puts that follow their gather, gets that run ahead of their check.
 
-Both hand the pieces in order to threads, puts to one an object and gets to one, and both have ended, well or badly,
-when their `with` ends: staging may be given back then.
+Both hand the pieces in order to threads, puts to `WRITERS` an object and gets to one, and both have ended, well or
+badly, when their `with` ends: staging may be given back then.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -25,6 +26,10 @@ PIECE = 8 << 20
 PUT_PIECE = 4 << 20
 """Bytes of one write, about, for the same reason."""
 
+WRITERS = max(1, min(3, len(os.sched_getaffinity(0)) // 5))
+"""Threads that write one object: a call of some MiB waits for its answer longer than its bytes take on the wire, so
+where there are cores the next call goes out meanwhile."""
+
 Pieces = list[tuple[int, Bytes]]
 """Of one object: (byte in the object, data)."""
 
@@ -32,9 +37,9 @@ Pieces = list[tuple[int, Bytes]]
 class StreamedPuts:
     """A put of several objects: room taken first, pieces written as they come, all of them sealed together.
 
-    Pieces of an object wait until there are `PUT_PIECE` bytes of them; the last ones are written by the call that
-    seals, so that what is small takes one call. Objects are written beside each other, and each in its order: a call of
-    some MiB waits for its answer longer than its bytes take on the wire. `undo` gives everything back that has not been
+    Pieces of an object may come in any order and from several threads. They wait until there are `PUT_PIECE` bytes of
+    them; the last ones are written by the call that seals, so that what is small takes one call. Objects are written
+    beside each other. `undo` gives everything back that has not been
     sealed, and takes away what has.
     """
 
@@ -43,8 +48,10 @@ class StreamedPuts:
         self._waiting: list[list[tuple[int, Bytes]]] = [[] for _ in objects]
         self._waiting_bytes = [0 for _ in objects]
         self._reserved = False
-        self._lanes: dict[int, tuple[threading.Thread, queue.SimpleQueue[Pieces | None]]] = {}
-        """By object: who writes it, and what is to be written."""
+        self._lock = threading.Lock()
+        """Of what waits, and of the lanes."""
+        self._lanes: dict[int, tuple[list[threading.Thread], queue.SimpleQueue[Pieces | None]]] = {}
+        """By object: who write it, and what is to be written."""
         self._error: BaseException | None = None
         self._stop = False
 
@@ -57,19 +64,15 @@ class StreamedPuts:
         """Have `data` written to byte `at` of an object; it must not change any more. Raises what a write raised."""
         if self._error is not None:
             raise self._error
-        self._waiting[number].append((at, data))
-        self._waiting_bytes[number] += data.nbytes
-        if self._waiting_bytes[number] < PUT_PIECE:
-            return
-        if number not in self._lanes:
-            work: queue.SimpleQueue[Pieces | None] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=self._run, args=(self._objects[number], work), name="state-put", daemon=True
-            )
-            self._lanes[number] = thread, work
-            thread.start()
-        self._lanes[number][1].put(self._waiting[number])
-        self._waiting[number], self._waiting_bytes[number] = [], 0
+        with self._lock:
+            self._waiting[number].append((at, data))
+            self._waiting_bytes[number] += data.nbytes
+            if self._waiting_bytes[number] < PUT_PIECE:
+                return
+            if number not in self._lanes:
+                self._lanes[number] = self._start(self._objects[number])
+            self._lanes[number][1].put(self._waiting[number])
+            self._waiting[number], self._waiting_bytes[number] = [], 0
 
     def seal(self) -> list[Placement]:
         """Where the objects lie, once all of them have been written. Raises what `Pool.complete` raises."""
@@ -102,11 +105,26 @@ class StreamedPuts:
         self._stop = error is not None
         self._join()
 
+    def _start(
+        self, reservation: Reservation
+    ) -> tuple[list[threading.Thread], queue.SimpleQueue[Pieces | None]]:
+        work: queue.SimpleQueue[Pieces | None] = queue.SimpleQueue()
+        count = min(WRITERS, -(-reservation.nbytes // PUT_PIECE))
+        threads = [
+            threading.Thread(target=self._run, args=(reservation, work), name="state-put", daemon=True)
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads, work
+
     def _join(self) -> None:
-        for _, work in self._lanes.values():
-            work.put(None)
-        for thread, _ in self._lanes.values():
-            thread.join()
+        for threads, work in self._lanes.values():
+            for _ in threads:
+                work.put(None)
+        for threads, _ in self._lanes.values():
+            for thread in threads:
+                thread.join()
         self._lanes.clear()
 
     def _run(self, reservation: Reservation, work: queue.SimpleQueue[Pieces | None]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry
+from statestore.connector import publishing, store_ahead
 from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.loading import Loader
@@ -144,6 +145,18 @@ class Handoff:
         assert failure_kind(caught.value) == kind, caught.value
         assert (self.loading.memory == self.before).all(), "a failed load has written into the caches"
         return str(caught.value)
+
+
+@pytest.fixture(autouse=True, params=["one thread", "threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on two cores, and as where there are more: pieces of an object are gathered and written beside each other."""
+    many = request.param == "threads"
+    monkeypatch.setattr(publishing, "LANES", 4 if many else 1)
+    monkeypatch.setattr(store_ahead, "WRITERS", 3 if many else 1)
+    if many:
+        monkeypatch.setattr(publishing, "PUT_PIECE", 500)
+        monkeypatch.setattr(publishing, "HEADS_AT_ONCE", 1)
+        monkeypatch.setattr(store_ahead, "PUT_PIECE", 500)
 
 
 @pytest.fixture(params=[(name, home) for name in sorted(PAIRS) for home in (False, True)], ids=str)
