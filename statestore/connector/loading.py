@@ -40,7 +40,7 @@ from statestore.reshard import (
     plan_read_chain,
 )
 
-LANES = max(2, min(4, len(os.sched_getaffinity(0)) // 8))
+LANES = max(2, min(4, len(os.sched_getaffinity(0)) // 4))
 """Threads that copy and check one load: two hide a copy behind a check, more want cores of their own. Beside an H200 a
 thread copied 5 to 6 GB/s out of the rank's segment, and the GPU's check of it took as long."""
 
