@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,9 +23,11 @@ from typing import Any
 
 from benchmarks.handoff.memory import machine
 from benchmarks.serving import model, parts, sides, stats, table
+from benchmarks.serving.held import Held
 from benchmarks.serving.load import Load, Sent, run
 from benchmarks.serving.sides import Aggregated, Delta, Nixl, Side, SideMissing, Sizes
 from benchmarks.serving.workload import Arrival, Workload, arrivals
+from deltaserve.up.devices import visible_devices
 from deltaserve.up.errors import ClusterError
 
 SIDES = ("agg", "nixl", "delta")
@@ -40,8 +44,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Of options that are not given, by device."""
+ENGINES = 2
+"""Of each side."""
 PATIENCE = 30.0
 """Seconds after a row's last request in which answers count."""
+STOP_SECONDS = 60.0
+"""In which sides that were started together end."""
 ROW_SECONDS = 15.0
 """What a row takes besides its arrivals, at most: `--budget` leaves so much."""
 
@@ -76,7 +84,18 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure agg on the engines of nixl, which saves a start; they carry its connector then",
     )
+    add(
+        "--together",
+        action="store_true",
+        help="start all sides at once and measure one after the other; an idle engine costs memory, and no time",
+    )
     add("--delta", default="{}", help="JSON: fields of `deltaserve up` for the side delta")
+    add(
+        "--placement",
+        choices=("", "handover", "local"),
+        default="",
+        help="of delta's requests; handover is what nixl does with every one (default: as its policy says)",
+    )
     add("--label", default="", help="a name for this variant of delta in results and table")
     add(
         "--budget",
@@ -151,6 +170,10 @@ class Run:
         vocab = int(json.loads((self.sizes.model / "config.json").read_text())["vocab_size"])
         self.workload = Workload(given.prompt, given.answer, given.shared, vocab, given.seed)
         self.slo = stats.Slo(given.ttft_slo, given.tpot_slo)
+        self.gpus = min(ENGINES, len(visible_devices())) if given.device == "cuda" else 0
+        """That the two engines of a side share."""
+        self.warm = threading.Event()
+        """Set when the kernels have been compiled, or nobody compiles them."""
 
     def asked(self, side: str) -> dict[str, Any]:
         """What a row of a side depends on, as JSON values."""
@@ -158,9 +181,10 @@ class Run:
         made: dict[str, Any] = {
             name: getattr(given, name) for name in (*DEFAULTS[given.device], "device", "shared", "seed")
         }
-        made |= {"model": str(given.model or ""), "rates": None}
+        made |= {"model": str(given.model or ""), "rates": None, "gpus": self.gpus}
         if side == "delta":
-            made |= {"delta": given.delta, "kernels": os.environ.get("DELTASERVE_STATE_KERNELS", "")}
+            made |= {"delta": given.delta, "placement": given.placement}
+            made |= {"kernels": os.environ.get("DELTASERVE_STATE_KERNELS", "")}
         if side == "agg":
             made["share_engines"] = given.share_engines
         return made
@@ -181,15 +205,17 @@ class Run:
     def variants(self) -> list[dict[str, Any]]:
         """Rows of delta under other labels, measured with the same arguments but for its own."""
 
-        def common(asked: dict[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in asked.items() if key not in ("delta", "kernels")}
+        own = ("delta", "kernels", "placement")
 
-        own = {self.file("delta", rate) for rate in self.given.rates}
+        def common(asked: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in asked.items() if key not in own}
+
+        these = {self.file("delta", rate) for rate in self.given.rates}
         found = []
         for path in sorted(self.given.out.glob("delta-*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 document = json.loads(path.read_text())
-                if path not in own and common(document["asked"]) == common(self.asked("delta")):
+                if path not in these and common(document["asked"]) == common(self.asked("delta")):
                     found.append(dict(document["row"]))
         return found
 
@@ -222,7 +248,7 @@ class Run:
             made = stats.row(load, self.slo)
             made |= parts.of(side, load, parts.difference(parts.counts(side), before))
             label = f"-{self.given.label}" if side.name == "delta" and self.given.label else ""
-            made |= {"side": f"{side.name}{label}", "rate": rate}
+            made |= {"side": f"{side.name}{label}", "rate": rate, "gpus": self.gpus}
             document = {"asked": self.asked(side.name), "machine": machine(), "row": made}
             self.file(side.name, rate).write_text(json.dumps(document, indent=1) + "\n")
             self.say(table.rows_table([made]).splitlines()[-1])
@@ -263,16 +289,35 @@ def started(run: Run, name: str) -> Iterator[list[Side]]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # an engine says how much its cache holds
     out = run.given.out
     if name == "delta":
-        with sides.delta(run.sizes, out, run.given.delta) as delta:
+        if run.given.together:
+            run.warm.wait()
+        with sides.delta(run.sizes, out, run.given.delta, run.given.placement) as delta:
             yield [delta]
         return
-    with sides.engines(run.sizes, out, name, nixl=name == "nixl") as urls:
-        found: list[Side] = [Nixl(urls)] if name == "nixl" else []
-        if name == "agg" or run.given.share_engines:
-            found.append(Aggregated(urls))
-        for side in found:
-            side.logs = [out / f"{name}-{number}.log" for number in range(len(urls))]
-        yield found
+    try:
+        with sides.engines(run.sizes, out, name, nixl=name == "nixl", warm=run.warm.set) as urls:
+            found: list[Side] = [Nixl(urls)] if name == "nixl" else []
+            if name == "agg" or run.given.share_engines:
+                found.append(Aggregated(urls))
+            for side in found:
+                side.logs = [out / f"{name}-{number}.log" for number in range(len(urls))]
+            yield found
+    finally:
+        run.warm.set()
+
+
+def _to_start(run: Run) -> dict[str, list[str]]:
+    """What has to be started, and the sides that are measured on it."""
+    asked, found = run.given.sides, {}
+    shared = run.given.share_engines and {"nixl", "agg"} <= set(asked)
+    for name in asked:
+        if name == "agg" and shared:
+            continue
+        found[name] = ["agg", "nixl"] if name == "nixl" and shared else [name]
+        if not any(run.missing(side) for side in found[name]):
+            run.say(f"{name}: known")
+            del found[name]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -280,28 +325,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = options(arguments)
     run = Run(given)
     failed = []
-    for name in given.sides:
-        shared = given.share_engines and "nixl" in given.sides
-        if name == "agg" and shared:
-            continue
-        wanted = (
-            ["agg", "nixl"] if name == "nixl" and given.share_engines and "agg" in given.sides else [name]
-        )
-        if not any(run.missing(side) for side in wanted):
-            run.say(f"{name}: known")
-            continue
-        if run.out_of_time:
-            run.say(f"{name}: no time left")
-            continue
-        try:
-            with started(run, name) as running:
-                run.say(f"{name}: ready")
-                for side in running:
-                    if side.name in wanted:
-                        run.measure(side)
-        except (SideMissing, ClusterError, RuntimeError, OSError) as error:
-            run.say(f"{name}: NOT MEASURED: {error}")
-            failed.append(name)
+    wanted = _to_start(run)
+    if not wanted.keys() - {"delta"}:
+        run.warm.set()
+    starting = {name: Held(functools.partial(started, run, name)) for name in wanted if given.together}
+    try:
+        for name, measured in wanted.items():
+            if run.out_of_time:
+                run.say(f"{name}: no time left")
+                continue
+            try:
+                with contextlib.ExitStack() as stack:
+                    running = (
+                        starting[name].value()
+                        if name in starting
+                        else stack.enter_context(started(run, name))
+                    )
+                    run.say(f"{name}: ready")
+                    for side in running:
+                        if side.name in measured:
+                            run.measure(side)
+            except (SideMissing, ClusterError, RuntimeError, OSError) as error:
+                run.say(f"{name}: NOT MEASURED: {error}")
+                failed.append(name)
+    finally:
+        run.warm.set()
+        for side_held in starting.values():
+            side_held.close(STOP_SECONDS)
     rows = [row for name in given.sides for rate in given.rates if (row := run.known(name, rate)) is not None]
     whole = len(rows) == len(given.sides) * len(given.rates)
     if "delta" in given.sides:

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Side(ABC):
 
 
 class Aggregated(Side):
-    """Two engines in turn."""
+    """Two engines in turn, on one GPU where there is only one."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.name, self.urls = "agg", list(urls)
@@ -145,13 +145,14 @@ class Nixl(Side):
 class Delta(Side):
     """This project's cluster."""
 
-    def __init__(self, cluster: Cluster, worker_metrics: dict[str, str], notes: Path) -> None:
-        """`notes`: folder of what the roles note (role.py)."""
+    def __init__(self, cluster: Cluster, worker_metrics: dict[str, str], notes: Path, placement: str) -> None:
+        """`notes`: folder of what the roles note (role.py); `placement`: of every request; empty: the policy's."""
         self.name, self.url, self.notes = "delta", cluster.endpoint, notes
+        self._more = {"kv_transfer_params": {"placement": placement}} if placement else {}
         self.metrics = {"router": f"{self.url}/metrics", **worker_metrics}
 
     def ask(self, number: int, arrival: Arrival, **more: Any) -> Ask:
-        body = completion(MODEL, arrival.prompt, arrival.answer, **more)
+        body = completion(MODEL, arrival.prompt, arrival.answer, **{**self._more, **more})
 
         async def send(sent: Sent, begin: float) -> None:
             _keep(sent, begin, await post(self.url, body, stream=True))
@@ -172,16 +173,25 @@ def _keep(sent: Sent, begin: float, answer: Answer) -> None:
 
 @contextlib.contextmanager
 def engines(
-    sizes: Sizes, folder: Path, name: str, nixl: bool, number: int = 2, flags: Sequence[str] = ()
+    sizes: Sizes,
+    folder: Path,
+    name: str,
+    nixl: bool,
+    number: int = 2,
+    flags: Sequence[str] = (),
+    warm: Callable[[], None] = lambda: None,
 ) -> Iterator[list[str]]:
-    """URLs of `number` servers of vLLM, one a device. Raises RuntimeError with the log's end, SideMissing."""
+    """URLs of `number` servers of vLLM, one a device while there are enough; then they share them.
+
+    `warm` is called when kernels need not be compiled any more. Raises RuntimeError with the log's end, SideMissing.
+    """
     if nixl and sizes.device == "cpu":
         raise SideMissing("nixl: NixlConnector moves the memory of GPUs; use --device cuda")
     if nixl and importlib.util.find_spec("nixl") is None:
         raise SideMissing("nixl: the package nixl is not installed; pip install nixl")
     devices = visible_devices() if sizes.device == "cuda" else []
-    if sizes.device == "cuda" and len(devices) < number:
-        raise SideMissing(f"{name}: takes {number} GPUs, {len(devices)} are visible")
+    if sizes.device == "cuda" and not devices:
+        raise SideMissing(f"{name}: no GPU is visible; use --device cpu")
     caches = kernel_caches(folder / "kernels")
     cold = sizes.device == "cuda" and not _holds_any(Path(caches["TRITON_CACHE_DIR"]))
     with contextlib.ExitStack() as stack:
@@ -191,7 +201,7 @@ def engines(
             environment = {**caches, **os.environ}
             more = [f"--served-model-name={MODEL}", "--uvicorn-log-level=warning", *flags]
             if devices:
-                environment["CUDA_VISIBLE_DEVICES"] = devices[index]
+                environment["CUDA_VISIBLE_DEVICES"] = devices[index % len(devices)]
             if nixl:
                 environment |= _nixl_environment()
                 more.append('--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}')
@@ -201,8 +211,10 @@ def engines(
             url, process = stack.enter_context(_server(sizes.worker(), more, environment, log))
             waiting.append((url, process, log))
             urls.append(url)
-            if cold and index == 0:
-                _wait(*waiting.pop())
+            if index == 0:
+                if cold:
+                    _wait(*waiting.pop())
+                warm()
         for one in waiting:
             _wait(*one)
         yield urls
@@ -268,8 +280,11 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextlib.contextmanager
-def delta(sizes: Sizes, folder: Path, options: dict[str, Any]) -> Iterator[Delta]:
-    """The cluster. `options`: fields of ClusterConfig that win; of `*_options`, what they hold is added."""
+def delta(sizes: Sizes, folder: Path, options: dict[str, Any], placement: str = "") -> Iterator[Delta]:
+    """The cluster. `options`: fields of ClusterConfig that win; of `*_options`, what they hold is added.
+
+    `placement`: of every request that does not say its own; empty: the policy's.
+    """
     config = cluster_config(sizes, folder, options)
     notes = folder / "notes"
     notes.mkdir(exist_ok=True)
@@ -284,7 +299,7 @@ def delta(sizes: Sizes, folder: Path, options: dict[str, Any]) -> Iterator[Delta
             name: f"http://127.0.0.1:{config.metrics_port + index}/metrics"
             for index, name in enumerate(names)
         }
-        made = Delta(cluster, urls, notes)
+        made = Delta(cluster, urls, notes, placement)
         made.logs = [log for name, log in cluster.logs.items() if name in names]
         yield made
 

@@ -24,7 +24,8 @@ def _line(row: Row) -> tuple[str, ...]:
     share = row.get("handoff_share")
     nbytes = row.get("bytes")
     return (
-        row["side"],
+        # Engines that share a device also wait for one another: no row of one is to be read as one of two.
+        f"{row['side']}, 1 GPU" if row.get("gpus") == 1 else row["side"],
         f"{row['rate']:g}",
         str(row["requests"]),
         str(row["failed"]),

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from benchmarks.serving import model, parts, sides, stats, table, timeline
 from benchmarks.serving.client import RequestFailed, completion, post
 from benchmarks.serving.engine import server_flags
 from benchmarks.serving.load import Load, Sent, run
-from benchmarks.serving.sides import Aggregated, Nixl, Side, SideMissing, Sizes
+from benchmarks.serving.sides import Aggregated, Delta, Nixl, Side, SideMissing, Sizes
 from benchmarks.serving.stats import Slo, is_good, percentile, row
 from benchmarks.serving.workload import Arrival, Workload, arrivals, poisson
 from deltaserve.model_check import require_servable
@@ -223,6 +225,34 @@ def test_vllms_two_engines_are_joined_by_what_the_first_one_gives() -> None:
     assert 0 <= load.sent[0].prefilled <= load.sent[0].events[0]
 
 
+@pytest.mark.parametrize(
+    ("placement", "more", "said"),
+    [
+        ("", {}, None),
+        ("handover", {}, "handover"),
+        ("handover", {"kv_transfer_params": {"placement": "local"}}, "local"),
+    ],
+)
+def test_requests_of_the_cluster_say_where_they_go(
+    tmp_path: Path, placement: str, more: dict[str, Any], said: str | None
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def reply(body: bytes) -> bytes:
+        asked.append(json.loads(body))
+        return stream(TOKEN, TOKEN, DONE)
+
+    with serving(reply) as use:
+
+        async def once(url: str) -> Load:
+            cluster: Any = SimpleNamespace(endpoint=url)
+            ask = Delta(cluster, {}, tmp_path, placement).ask(0, Arrival(0.0, (5, 6, 7), 2), **more)
+            return await run([(Sent(0.0, 2), ask)], 5.0)
+
+        use(once)
+    assert asked[0].get("kv_transfer_params", {}).get("placement") == said
+
+
 # ---- sides
 
 
@@ -405,6 +435,64 @@ def test_rows_with_a_result_are_not_measured_again(
     assert began[5:] == ["agg"], "other arguments are another measurement"
     assert command_line.main([*arguments, "--sides", "agg", "--seed", "2", "--budget", "0.1"]) == 1
     assert began[6:] == [], "no time left"
+
+
+def test_sides_start_together_and_are_measured_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began: list[str] = []
+    both = threading.Barrier(2)
+
+    @contextlib.contextmanager
+    def started(run: command_line.Run, name: str) -> Iterator[list[Side]]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(10)  # alone it would never start
+        began.append(name)
+        if name == "agg":
+            raise RuntimeError("agg-0 did not start")
+        yield [Echo(name)]
+        began.append(f"{name} ended")
+
+    monkeypatch.setattr(command_line, "started", started)
+    arguments = ["--out", str(tmp_path), "--seconds", "0.5", "--rates", "4", "--sides", "agg,delta"]
+    assert command_line.main([*arguments, "--together"]) == 1
+    assert not both.broken
+    assert (sorted(began[:2]), began[2:]) == (["agg", "delta"], ["delta ended"])
+    shown = capsys.readouterr()
+    assert "agg: NOT MEASURED: agg-0 did not start" in shown.err
+    assert [line.split()[0] for line in shown.out.splitlines() if " 4 " in line] == ["delta"]
+
+
+def test_engines_share_a_gpu_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+
+    @contextlib.contextmanager
+    def server(config: Any, flags: Any, environment: dict[str, str], log: Path) -> Iterator[Any]:
+        chosen.append(environment["CUDA_VISIBLE_DEVICES"])
+        yield "http://nowhere", None
+
+    monkeypatch.setattr(sides, "_server", server)
+    monkeypatch.setattr(sides, "_wait", lambda *server: None)
+    sizes, warm = Sizes(model.DEMO, "cuda", 9000), threading.Event()
+    for visible, expected in (("3", ["3", "3"]), ("3,5", ["3", "5"])):
+        chosen.clear()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with sides.engines(sizes, tmp_path, "agg", nixl=False, warm=warm.set) as urls:
+            assert len(urls) == 2
+        assert chosen == expected
+        assert warm.is_set()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with (
+        pytest.raises(SideMissing, match="no GPU is visible"),
+        sides.engines(sizes, tmp_path, "agg", nixl=False),
+    ):
+        pass
+
+
+def test_a_row_says_that_its_engines_shared_a_gpu() -> None:
+    made = {**row(Load([sent(0.5, 0.1, 0.01)], 0.0, 1.0, 0.1), SLO), "side": "agg", "rate": 4.0}
+    assert "agg, 1 GPU" in table.rows_table([{**made, "gpus": 1}])
+    assert "GPU" not in table.rows_table([{**made, "gpus": 2}])
 
 
 def test_variants_of_the_cluster_stand_in_one_table(
