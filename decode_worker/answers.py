@@ -8,6 +8,7 @@ too short, or whose state does not fit into this worker's budget, leaves nothing
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -45,14 +46,22 @@ class Answers:
         self._on = config.checkpoint_limit > 0 and publisher.geometry.num_spec == 0
 
     async def begin(
-        self, job: Job, prompt: Sequence[int], parents: Chain, max_tokens: int | None
+        self,
+        job: Job,
+        prompt: Sequence[int],
+        parents: Chain,
+        max_tokens: int | None,
+        after: asyncio.Future[None] | None = None,
     ) -> PublishIntent | None:
-        """What the connector is asked to do when the request ends; None: nothing will be kept."""
+        """What the connector is asked to do when the request ends; None: nothing will be kept.
+
+        `after`: done when `parents` are committed.
+        """
         answer = EXPECTED_TOKENS if max_tokens is None else max_tokens
         if not self._on or len(prompt) + answer <= self._least:
             return None
         publication = await self._publisher.start(
-            prompt, job.add.cache_salt, parents, Packing(), answer=min(answer, EXPECTED_TOKENS)
+            prompt, job.add.cache_salt, parents, Packing(), answer=min(answer, EXPECTED_TOKENS), after=after
         )
         if publication is None:
             HANDOFF.failed("answer", "store_full")

@@ -5,7 +5,8 @@ docs/handoff.md has the protocol, this file owns its second half; docs/checkpoin
 Happy path: Add{load} ─▶ the record and everything that it rests on are read from the ledger (committed ones only) and
 checked against this request and this worker's geometry ─▶ the engine allocates, the ranks read and verify ─▶
 Loaded{from_store} to the router ─▶ the request is scheduled and computes token N. An Add without a boundary starts from
-the longest checkpoint of its prompt, if there is one.
+the longest checkpoint of its prompt, if there is one. A load whose boundary is not committed yet waits for that behind
+a gate (`early.py`).
 
 When the answer ends by itself, the state at its end is published as a checkpoint (`answers.py`).
 
@@ -18,16 +19,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from decode_worker.answers import Answers
+from decode_worker.early import Early, EarlyLoads
 from deltaserve.config import WorkerConfig
 from deltaserve.engine.role import Job, Role
 from deltaserve.telemetry import HANDOFF
 from deltaserve.telemetry.tracing import NO_SPAN, Span
 from deltaserve.wire import codec
 from deltaserve.wire import worker_pb2 as pb
+from statestore.boundary import BoundaryInvalid
 from statestore.checkpoints.publication import Publisher
+from statestore.connector import gate
 from statestore.connector.intents import PARAMS, Intents, LinkOutcome, LoadIntent, PublishOutcome
 from statestore.connector.messages import RankReport
 from statestore.geometry import Geometry, GeometryError
@@ -58,6 +63,18 @@ class DecodeRole(Role):
         self._unread = Unread(ledger)
         self.publisher = Publisher(config, worker_id, geometry, ledger, pool, self.background)
         self._answers = Answers(config, self.publisher, self.background, forget)
+        self._early = EarlyLoads(
+            ledger,
+            lambda: self.publisher.index.records,
+            config.load_timeout,
+            self._settle,
+            lambda job: self.withdraw(job),
+            self._load_ended,
+        )
+
+    def _settle(self, key: str, opened: bool) -> None:
+        """Open or leave the gate, on the engine's thread."""
+        self.call(partial(gate.settle, key=key, opened=opened))
 
     async def on_lease(self, lease: int) -> None:
         self.publisher.lease = lease
@@ -67,9 +84,17 @@ class DecodeRole(Role):
         request = codec.decode_add(add, job.key)
         prompt = list(add.prompt)
         intents = Intents()
+        early: Early | None = None
         if add.WhichOneof("handoff") == "load":
-            job.state["load span"] = job.span.child("load", boundary=add.load.boundary)
-            chain, failure = await self._chain(add, prompt)
+            job.state["load span"] = job.span.child(
+                "load", boundary=add.load.boundary, early=bool(add.load.early)
+            )
+            if add.load.early:
+                early = self._early.begin(job)
+            chain, failure = await self._chain(job, prompt, early)
+            if failure and early is not None:
+                self._early.give_up(job, failure, "it cannot be read")
+                return request
             if failure:
                 self._report(job, 0, failure)
             # The boundary itself is its request's own and goes with it; what it rests on stays.
@@ -79,20 +104,32 @@ class DecodeRole(Role):
             chain = parents = self.publisher.index.lookup(prompt, add.cache_salt, len(prompt) - 1)
         if chain:
             job.state["loading"] = chain
-            intents.load = LoadIntent(chain)
+            intents.load = LoadIntent(chain, early is not None)
         if job.ended:
             return request
         params = request.sampling_params
         assert params is not None
-        intents.publish = await self._answers.begin(job, prompt, parents, params.max_tokens)
+        if early is not None:
+            early.chain = chain
+            self.background(self._early.follow(job, early))
+        intents.publish = await self._answers.begin(
+            job, prompt, parents, params.max_tokens, early.committed if early is not None else None
+        )
         if intents.load or intents.publish:
             params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": {PARAMS: intents}}
         return request
 
-    async def _chain(self, add: pb.Add, prompt: list[int]) -> tuple[Chain, str]:
+    async def _chain(self, job: Job, prompt: list[int], early: Early | None) -> tuple[Chain, str]:
         """The boundary to load with what it rests on, or why there is none."""
+        add = job.add
         try:
-            chain = await self._ledger.get_chain(add.load.boundary, self.publisher.index.records)
+            if early is not None:
+                chain = await self._early.chain(job)
+            else:
+                chain = await self._ledger.get_chain(add.load.boundary, self.publisher.index.records)
+        except BoundaryInvalid as error:
+            log.error("request %s: boundary %s: %s", add.request_id, add.load.boundary, error)
+            return (), "record"
         except ChainBroken as error:
             log.error("request %s: %s", add.request_id, error)
             return (), "broken_chain"
@@ -119,6 +156,13 @@ class DecodeRole(Role):
 
     def on_restored(self, job: Job, tokens: int, reports: list[RankReport]) -> None:
         """Every rank has reported its load: `tokens` were restored, the rest of the chain was in the local cache."""
+        if (early := self._early.of(job)) is not None:
+            self._early.restored(job, early, tokens, reports)
+            return
+        self._load_ended(job, tokens, reports)
+
+    def _load_ended(self, job: Job, tokens: int, reports: list[RankReport]) -> None:
+        """What was loaded may be used, if all went well."""
         chain: Chain = job.state.pop("loading", ())
         if not chain:
             return
@@ -163,7 +207,12 @@ class DecodeRole(Role):
     def on_end(self, job: Job, reason: str) -> None:
         if "load span" in job.state:  # it ended before every rank had reported
             job.state.pop("load span").end(reason)
+        self._early.ended(job)
         self._answers.ended(job, reason)
+
+    def on_confirmed(self, job: Job) -> None:
+        if (early := self._early.of(job)) is not None:
+            early.told.set()
 
     async def release(self, boundaries: list[str]) -> None:
         """What a decode worker publishes is nobody's own; its budget evicts it."""

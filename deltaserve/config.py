@@ -367,6 +367,9 @@ class RouterConfig(BaseModel):
     policy: Literal["least", "prefix", "price"] = Field(
         "least", description="how workers are chosen, and which prompts are handed over under placement auto"
     )
+    early_reads: bool = Field(
+        False, description="decode workers read a boundary beside its commit (docs/early_reads.md)"
+    )
     prefill_timeout: float = Field(
         120.0, gt=0, description="seconds a prefill may take before the prompt goes to a decode worker"
     )

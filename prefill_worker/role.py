@@ -9,7 +9,9 @@ Happy path of one request (N prompt tokens):
                     the compute where there is nothing to pin)
                  ─▶ engine: restores the checkpoint, computes what is left of N-1 tokens, and one that nobody reads;
                     ranks write checkpoints on the way and the boundary at the end
-    every rank's reports ─▶ commit: every link in one transaction fenced by this worker's lease (second write)
+    every rank's reports ─▶ Written to the router, if it asks for it: its reader begins beside the commit
+                    (docs/early_reads.md)
+                 ─▶ commit: every link in one transaction fenced by this worker's lease (second write)
                     (a worker of one rank, whose publish is one link, hears of it from that rank itself: the engine
                     collects reports when a step ends, and the next step may be a long prefill)
                  ─▶ Published{committed} to the router ─▶ ... ─▶ Release from the router: objects, then record, go; the
@@ -222,6 +224,10 @@ class PrefillRole(Role):
             job.progress.state = "committing"
         try:
             links = self.publisher.links(publication, outcome, list(job.add.prompt)[:-1])
+            if job.add.publish.early:
+                told = [link.to_json().encode() for link in links]
+                written = pb.Written(id=job.add.id, boundary=links[-1].id, records=told)
+                job.stream.send(pb.FromWorker(written=written))
             committed = await self.publisher.commit(publication, links)
         except (LedgerError, ConnectionError, TimeoutError, ValueError) as error:
             span.end(f"ledger: {error}")

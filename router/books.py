@@ -83,6 +83,15 @@ class Books:
             link.abort(flight.leg)
             self.leave(flight)
 
+    def drop_early(self, flight: Flight, outcome: str = "dropped") -> None:
+        """Nothing comes of an early read; its worker is told to stop. Without one nothing happens."""
+        early, flight.early = flight.early, None
+        if early is not None:
+            early.link.early.pop(early.leg, None)
+            early.link.abort(early.leg)
+            flight.spans.drop_early()
+            self._metrics.early_reads.labels(outcome).inc()
+
     def reserve(self, flight: Flight, decode: WorkerLink) -> None:
         """Count a request on the decode worker that it will come to."""
         flight.reserved, flight.reserved_tokens = decode, flight.answer_tokens
@@ -98,6 +107,7 @@ class Books:
         """The flight's last act, whatever the outcome: everything that it holds returns to where it was."""
         flight.stage = Stage.ENDED
         self.leave(flight)
+        self.drop_early(flight)
         self.unreserve(flight)
         for timer in flight.timers:
             timer.cancel()

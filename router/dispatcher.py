@@ -7,6 +7,7 @@ Happy path of a request of N prompt tokens:
     1  a decode worker is chosen (fewest outstanding tokens), and a prefill worker of the same model
     2  Add{prompt, Publish{the decode worker's segment}} ─▶ prefill worker ─▶ Published{boundary of N-1 tokens}
     3  Add{prompt, Load{boundary, recompute}} ─▶ decode worker ─▶ Loaded, then one Step an engine step
+       (with early reads this Add goes out before `Published`, and a Confirm takes its place: early.py)
     4  at the end, however it comes, Release{boundary} ─▶ prefill worker
 
 Crash path:
@@ -46,6 +47,7 @@ from router.admission import PROMPT_SEEN
 from router.books import Books
 from router.chooser import Chooser
 from router.cooldown import Cooldown
+from router.early import EarlyReads
 from router.flight import Boundary, Flight, Stage
 from router.metrics import Metrics
 from router.outbox import Outbox
@@ -85,6 +87,7 @@ class Dispatcher:
         self._recovery = Recovery(
             config, self._books, self.roster, self.metrics, self._outbox, self._cooldown, self._place
         )
+        self._early = EarlyReads(config.early_reads, self._books, self.metrics, self._legs)
         self._closing = False
 
     def start(self) -> None:
@@ -217,7 +220,10 @@ class Dispatcher:
         self._books.reserve(flight, decode)
         reader = decode.description
         publish = pb.Publish(
-            preferred_segment=reader.segment, pack_dcp=reader.dcp, pack_interleave=reader.interleave
+            preferred_segment=reader.segment,
+            pack_dcp=reader.dcp,
+            pack_interleave=reader.interleave,
+            early=self._early.wanted(decode),
         )
         timeout = min(self.config.prefill_timeout, self._books.remaining(flight))
         flight.trace.route = f"handover {prefill.worker_id} {decode.worker_id}"
@@ -244,10 +250,14 @@ class Dispatcher:
         flight.trace.attempts += 1
         flight.attempts += 1
         flight.leg_output = False
+        early = self._early.confirm(flight, decode) if load is not None else None
         try:
-            self._dispatch(
-                flight, decode, work, Stage.DECODE, load=load, timeout=self._books.remaining(flight)
-            )
+            if early is not None:
+                self._enter(flight, decode, early.leg, work, Stage.DECODE)
+            else:
+                self._dispatch(
+                    flight, decode, work, Stage.DECODE, load=load, timeout=self._books.remaining(flight)
+                )
         except LinkDown as error:
             self._recovery.decode_lost(flight, decode, str(error))
             return
@@ -257,6 +267,8 @@ class Dispatcher:
                 self.metrics.handovers.inc()
             else:
                 self.metrics.local_prefills.labels(flight.local_reason).inc()
+        if early is not None:
+            self._early.replay(early, self.loaded, self.step)
 
     def _dispatch(
         self,
@@ -281,6 +293,10 @@ class Dispatcher:
             traceparent=flight.spans.leg(stage.value, link.worker_id),
         )
         link.send(pb.ToWorker(add=add))
+        self._enter(flight, link, leg, work, stage)
+
+    def _enter(self, flight: Flight, link: WorkerLink, leg: int, work: int, stage: Stage) -> None:
+        """The request is on this worker now."""
         flight.cancel_stage_timer()
         self._books.waiting.pop(flight.request_id, None)
         flight.alone = not link.legs
@@ -340,7 +356,8 @@ class Dispatcher:
         for leg, output in outputs:
             flight = legs.get(leg)
             if flight is None:
-                continue  # aborted meanwhile
+                self._early.output(link, leg, output)
+                continue  # aborted meanwhile, or not its turn yet
             if flight.stage is not Stage.DECODE:
                 self._recovery.prefill_output(flight, output)
                 continue
@@ -364,6 +381,11 @@ class Dispatcher:
             batch.append(output)
         if batch:
             self._books.deliver(batch)
+
+    def written(self, link: WorkerLink, message: pb.Written) -> None:
+        flight = link.legs.get(message.id)
+        if flight is not None:
+            self._early.written(flight, message)
 
     def published(self, link: WorkerLink, message: pb.Published) -> None:
         flight = link.legs.get(message.id)
@@ -406,11 +428,24 @@ class Dispatcher:
         if chosen is not None and chosen.ready:
             self._decode(flight, chosen)
         else:
+            self._books.drop_early(flight)
             self._place(flight)
 
     def loaded(self, link: WorkerLink, message: pb.Loaded) -> None:
         flight = link.legs.get(message.id)
         if flight is None:
+            self._early.loaded(link, message)
+            return
+        if message.withdrawn:
+            # An early read came to nothing after its commit was heard of: the request is sent as it would have been.
+            self.metrics.early_reads.labels("withdrawn").inc()
+            self._books.leave(flight)
+            flight.attempts -= 1
+            flight.trace.attempts -= 1
+            if link.ready:
+                self._decode(flight, link)
+            else:
+                self._place(flight)
             return
         trace = flight.trace
         trace.from_store, trace.local = message.from_store, message.local

@@ -14,8 +14,9 @@ from router.spans import NO_SPANS, RequestSpans
 from router.trace import Trace
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
+    from deltaserve.wire import worker_pb2 as pb
     from router.worker_link import WorkerLink
 
 
@@ -53,6 +54,16 @@ class Boundary:
 
 
 @dataclass(slots=True, eq=False)
+class EarlyLeg:
+    """The decode worker's part of a request whose boundary is not committed yet (docs/early_reads.md)."""
+
+    link: WorkerLink
+    leg: int
+    held: list[pb.Loaded | EngineCoreOutput] = field(default_factory=list)
+    """What it has said before the router heard of the commit, in order."""
+
+
+@dataclass(slots=True, eq=False)
 class Flight:
     """See the module's description. `leg` is the id under which the current worker knows the request."""
 
@@ -81,6 +92,7 @@ class Flight:
     reserved: WorkerLink | None = None
     """The decode worker chosen while the prompt is being prefilled elsewhere."""
     reserved_tokens: int = 0
+    early: EarlyLeg | None = None
     boundary: Boundary | None = None
     local_reason: str = ""
     """Set once the handover has been decided against, or has failed."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 TPOT_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+EARLY_OUTCOMES = ("used", "withdrawn", "dropped", "aside")
+"""What becomes of an early read: docs/early_reads.md."""
+
 
 class Metrics:
     """Every counter, gauge and histogram, registered once a registry."""
@@ -58,6 +61,12 @@ class Metrics:
         self.orphans = Counter(
             "deltaserve_router_orphan_boundaries",
             "Boundaries committed after their request had gone, released at once",
+            registry=registry,
+        )
+        self.early_reads = Counter(
+            "deltaserve_router_early_reads",
+            "Reads of a boundary that began beside its commit, by what became of them",
+            ["outcome"],
             registry=registry,
         )
         self.retries = Counter(
@@ -128,6 +137,8 @@ class Metrics:
         self.info = Gauge(
             "deltaserve_router_info", "1, with what this router is", ["version", "policy"], registry=registry
         )
+        for outcome in EARLY_OUTCOMES:
+            self.early_reads.labels(outcome)
         for reason in LOCAL_REASONS:  # so that a rate over a reason exists before its first event
             self.local_prefills.labels(reason)
 

@@ -71,6 +71,7 @@ class Recovery:
         """No boundary will come of this handover: the decode worker computes the prompt."""
         log.warning("request %s: %s: %s", flight.name, reason, detail)
         flight.cancel_stage_timer()
+        self._books.drop_early(flight)
         self._books.unreserve(flight)
         flight.local_reason = reason
         flight.trace.failure = flight.trace.failure or reason

@@ -27,6 +27,16 @@ class RequestSpans:
         """The request goes to a worker; returns the `traceparent` for it."""
         return ""
 
+    def early(self, worker_id: str) -> str:
+        """A worker reads for the request before it goes there; returns the `traceparent` for it."""
+        return ""
+
+    def adopt(self) -> None:
+        """It has gone to that worker."""
+
+    def drop_early(self) -> None:
+        """It will not go there. Without an early read nothing happens."""
+
     def leave(self, error: str = "") -> None:
         """It has left that worker. Without a leg nothing happens."""
 
@@ -43,11 +53,26 @@ class _Recording(RequestSpans):
     def __init__(self, span: Span) -> None:
         self._span = span
         self._leg: Span | None = None
+        self._early: Span | None = None
 
     def leg(self, stage: str, worker_id: str) -> str:
         self.leave()
         self._leg = self._span.child(_LEGS[stage], "client", worker_id=worker_id)
         return self._leg.traceparent
+
+    def early(self, worker_id: str) -> str:
+        self.drop_early()
+        self._early = self._span.child(_LEGS["decode"], "client", worker_id=worker_id, early=True)
+        return self._early.traceparent
+
+    def adopt(self) -> None:
+        self.leave()
+        self._leg, self._early = self._early, None
+
+    def drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.end("nothing came of it")
 
     def leave(self, error: str = "") -> None:
         leg, self._leg = self._leg, None
@@ -56,6 +81,7 @@ class _Recording(RequestSpans):
 
     def end(self, trace: Trace) -> None:
         failed = trace.status == "error"
+        self.drop_early()
         self.leave(trace.detail if failed else "")
         self._span.set(
             route=trace.route,

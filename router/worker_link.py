@@ -76,6 +76,7 @@ class LinkEvents(Protocol):
         """The worker wants to go: it drains, or has left the register."""
 
     def step(self, link: WorkerLink, outputs: list[tuple[int, EngineCoreOutput]]) -> None: ...
+    def written(self, link: WorkerLink, message: pb.Written) -> None: ...
     def published(self, link: WorkerLink, message: pb.Published) -> None: ...
     def loaded(self, link: WorkerLink, message: pb.Loaded) -> None: ...
     async def room(self) -> None:
@@ -93,6 +94,8 @@ class WorkerLink:
         self.load = pb.WorkerLoad()
         self.legs: dict[int, Flight] = {}
         """Requests on this worker, by the ids they have on the stream."""
+        self.early: dict[int, Flight] = {}
+        """Requests on this worker whose boundary is not committed yet, by the same ids."""
         self.outstanding = 0
         """Tokens given to this worker and not yet done with."""
         self.state_bytes = 0
@@ -211,6 +214,10 @@ class WorkerLink:
         self._queue.clear()
         self._releases.clear()
         if was_up:
+            for flight in self.early.values():
+                flight.early = None
+                flight.spans.drop_early()
+            self.early.clear()
             legs, self.legs = list(self.legs.values()), {}
             self._events.link_down(self, legs, reason)
 
@@ -274,6 +281,8 @@ class WorkerLink:
                     self._awake()
                 events.step(self, codec.decode_step(message.step))
                 await events.room()
+            elif kind == "written":
+                events.written(self, message.written)
             elif kind == "published":
                 events.published(self, message.published)
             elif kind == "loaded":
@@ -281,5 +290,5 @@ class WorkerLink:
             elif kind == "status":
                 self.load = message.status
                 # An engine that hangs still holds what was aborted; one that was slow has let it go.
-                if self.stalled and self.load.running + self.load.waiting <= len(self.legs):
+                if self.stalled and self.load.running + self.load.waiting <= len(self.legs) + len(self.early):
                     self._awake()

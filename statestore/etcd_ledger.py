@@ -21,6 +21,8 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import grpc
+
 from deltaserve.config import EtcdConfig
 from deltaserve.etcd import Compare, Etcd, KeyValue, Op, TxnResult, watch
 from deltaserve.membership import member_key
@@ -171,6 +173,32 @@ class EtcdLedger(Ledger):
         result = await self._etcd.txn([], [Op.get(self._key(boundary)), Op.get(self._checkpoint(boundary))])
         found = next((kv for kv in result.reads if kv is not None), None)
         return None if found is None else BoundaryRecord.from_json(found.value)
+
+    async def wait_committed(self, boundary: str) -> BoundaryRecord | None:
+        """See `Ledger.wait_committed`. A watch from now on, and when it stands a read of what was there before.
+
+        The other way round etcd may have to look into the past for the watch, which it does ten times a second only.
+        """
+        key = self._key(boundary)
+        try:
+            async with contextlib.aclosing(self._etcd.raw_watch(key, 0)) as responses:
+                async for response in responses:
+                    if response.canceled or response.compact_revision:
+                        break
+                    texts: list[bytes | None] = []
+                    if response.created:
+                        result = await self._etcd.txn([], [Op.get(key)])
+                        texts.append(None if result.reads[0] is None else result.reads[0].value)
+                    for event in response.events:
+                        if event.kv.key.decode() == key:  # a prefix is watched, and ids may begin with others
+                            texts.append(None if event.type == event.DELETE else event.kv.value)
+                    for text in texts:
+                        record = None if text is None else BoundaryRecord.from_json(text)
+                        if record is None or record.state != "pending":
+                            return record if record is not None and record.state == "committed" else None
+        except grpc.RpcError as error:
+            raise ConnectionError(f"boundary {boundary}: the watch of its record broke: {error}") from error
+        raise ConnectionError(f"boundary {boundary}: the watch of its record has ended")
 
     async def get_checkpoints(self, boundaries: Sequence[str]) -> dict[str, BoundaryRecord]:
         """See `Ledger.get_checkpoints`."""

@@ -119,9 +119,13 @@ class Ledger(ABC):
         `known`: committed checkpoints that the caller has seen already; they never change. Raises ChainBroken.
         """
         record = await self.get_committed(boundary)
-        if record is None:
-            return ()
-        known = known or {}
+        return () if record is None else await self.chain_of(record, known)
+
+    async def chain_of(
+        self, record: BoundaryRecord, known: Mapping[str, BoundaryRecord] | None = None
+    ) -> Chain:
+        """A committed record, which has been read, with everything that it rests on; `known` and errors as above."""
+        boundary, known = record.id, known or {}
         found = {name: known[name] for name in record.parents if name in known}
         found |= await self.get_checkpoints([name for name in record.parents if name not in found])
         missing = [name for name in record.parents if name not in found]
@@ -133,6 +137,13 @@ class Ledger(ABC):
         except BoundaryInvalid as error:
             raise ChainBroken(f"boundary {boundary}: {error}") from error
         return chain
+
+    @abstractmethod
+    async def wait_committed(self, boundary: str) -> BoundaryRecord | None:
+        """The committed record as soon as there is one; None when a pending one goes, or there is none at all.
+
+        Waits for ever; the caller has a deadline. Raises ConnectionError when it cannot be told any more.
+        """
 
     @abstractmethod
     async def get_checkpoints(self, boundaries: Sequence[str]) -> dict[str, BoundaryRecord]:

@@ -99,7 +99,12 @@ def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
         with processes.started_services() as places, processes.Run(places, options.damage) as run:
             for mib in options.sizes:
                 results.append(run.size(mib, turns_of(options, mib)))
-                print(f"{mib} MiB: {results[-1].ratio:.2f} x bare", file=sys.stderr, flush=True)
+                one = results[-1]
+                print(
+                    f"{mib} MiB: {one.ratio:.2f} x bare, read beside the commit {one.early_ratio:.2f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     except processes.RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the two sides: the publisher in this process, the reader in one of its own, services beside them.
 
-Handoff and bare take turns, and change who goes first, so that what else the machine does meets both alike. Every
-handoff is compared with what was published, off the clock; one that does not hold exactly that ends the run.
+Handoffs (read after the commit, and beside it) and bare take turns, in every order, so that what else the machine does,
+and what the one before has left to do, meets all alike. Every handoff is compared with what was published, off the
+clock; one that does not hold exactly that ends the run. Threads change as in a worker (`SWITCH_SECONDS`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,8 +27,9 @@ from benchmarks.handoff.bare import Bare
 from benchmarks.handoff.ledgers import LedgerLoop
 from benchmarks.handoff.shapes import MIB, shape_of
 from benchmarks.handoff.sides import PublishingSide, ReadingSide
-from benchmarks.handoff.table import PATH, Repetition, SizeResult
+from benchmarks.handoff.table import EARLY_PATH, PATH, Repetition, SizeResult
 from deltaserve.config import EtcdConfig, StoreConfig
+from deltaserve.engine.worker import SWITCH_SECONDS
 from deltaserve.etcd import EtcdMembership
 from deltaserve.etcd_client import Etcd
 from deltaserve.membership import Member
@@ -71,9 +74,11 @@ class Run:
 
     def __init__(self, places: Places, damage: str = "none") -> None:
         self._places, self._damage = places, damage
+        self._switch = sys.getswitchinterval()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
+        sys.setswitchinterval(SWITCH_SECONDS)
         with contextlib.ExitStack() as stack:
             places = self._places
             self._ask = stack.enter_context(_reader(places, self._damage))
@@ -95,6 +100,7 @@ class Run:
     ) -> None:
         # With what went wrong, so that a reader that has ended is not asked to stop.
         self._stack.__exit__(kind, error, trace)
+        sys.setswitchinterval(self._switch)
 
     def size(self, mib: int, turns: int) -> SizeResult:
         """Measure one size, `turns` times. Raises RunFailed."""
@@ -105,16 +111,18 @@ class Run:
         result = SizeResult(mib, shape.nbytes, shape.length)
         record = b"x" * RECORD_BYTES
         try:
+            ways: list[Callable[[int], None]] = [
+                lambda turn: result.handoffs.append(self._handoff(side, turn)),
+                lambda turn: result.early.append(self._early(side, turn)),
+                lambda turn: result.bare.append(self._bare_turn(mib, turn)),
+            ]
+            orders = list(permutations(ways))
             for turn in range(WARM_UP + turns):
-                if turn % 2:
-                    bare = self._bare_turn(mib, turn)
-                    handoff = self._handoff(side, turn)
+                for way in orders[turn % len(orders)]:
+                    way(turn)
+                if turn < WARM_UP:
+                    result.clear()
                 else:
-                    handoff = self._handoff(side, turn)
-                    bare = self._bare_turn(mib, turn)
-                if turn >= WARM_UP:
-                    result.handoffs.append(handoff)
-                    result.bare.append(bare)
                     result.etcd.append(self._ledger.run(_round_trips(self._etcd, record)))
         finally:
             side.close()
@@ -133,6 +141,20 @@ class Run:
         moments += [loaded.asked, loaded.record, loaded.checked, loaded.ended]
         steps = (later - earlier for earlier, later in pairwise(moments))
         path = dict(zip(PATH, steps, strict=True))
+        return Repetition(loaded.ended - published.began, stages, loaded.nbytes, path)
+
+    def _early(self, side: PublishingSide, turn: int) -> Repetition:
+        side.prepare(turn, self._segment)
+        self._ask("prepare", turn)
+        published = side.publish(lambda record: self._ask.tell("load_early", turn, record.to_json()))
+        loaded = self._ask.answer("load_early")
+        self._ask("check", turn)
+        side.release()
+        stages = {**published.stages, **_reading(loaded.stages)}
+        in_cache = loaded.in_cache
+        moments = [published.began, published.written, loaded.asked, loaded.checked, in_cache, loaded.ended]
+        steps = (later - earlier for earlier, later in pairwise(moments))
+        path = dict(zip(EARLY_PATH, steps, strict=True))
         return Repetition(loaded.ended - published.began, stages, loaded.nbytes, path)
 
     def _bare_turn(self, mib: int, turn: int) -> tuple[float, float]:
@@ -188,27 +210,46 @@ def _member(config: EtcdConfig) -> Iterator[int]:
 # ---- the reader's process
 
 
+class _Asker:
+    """Has the reader do something: `ask(what, *arguments)` returns the answer, or raises RunFailed."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self, *message: Any) -> Any:
+        self.tell(*message)
+        return self.answer(message[0])
+
+    def tell(self, *message: Any) -> None:
+        """Ask, and do not wait: `answer` must follow."""
+        try:
+            self._pipe.send(message)
+        except BrokenPipeError as error:
+            raise RunFailed(f"the reader ended at {message[0]}") from error
+
+    def answer(self, what: str) -> Any:
+        """Wait for what was asked. Raises RunFailed."""
+        try:
+            if not self._pipe.poll(ANSWER_SECONDS):
+                raise RunFailed(f"the reader did not answer {what} within {ANSWER_SECONDS:.0f} s")
+            ok, answer = self._pipe.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise RunFailed(f"the reader ended at {what}") from error
+        if not ok:
+            raise RunFailed(answer)
+        return answer
+
+
 @contextlib.contextmanager
-def _reader(places: Places, damage: str) -> Iterator[Any]:
-    """A reader; `ask(what, *arguments)` has it do something and returns the answer, or raises RunFailed."""
+def _reader(places: Places, damage: str) -> Iterator[_Asker]:
+    """A reader in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_reader_main, args=(places, damage, theirs), daemon=True)
     process.start()
     theirs.close()
 
-    def ask(*message: Any) -> Any:
-        try:
-            ours.send(message)
-            if not ours.poll(ANSWER_SECONDS):
-                raise RunFailed(f"the reader did not answer {message[0]} within {ANSWER_SECONDS:.0f} s")
-            ok, answer = ours.recv()
-        except (EOFError, BrokenPipeError) as error:
-            raise RunFailed(f"the reader ended at {message[0]}") from error
-        if not ok:
-            raise RunFailed(answer)
-        return answer
-
+    ask = _Asker(ours)
     try:
         yield ask
         ask("stop")
@@ -222,6 +263,7 @@ def _reader(places: Places, damage: str) -> Iterator[Any]:
 
 def _reader_main(places: Places, damage: str, pipe: Connection) -> None:
     try:
+        sys.setswitchinterval(SWITCH_SECONDS)
         pool = MooncakePool(places.store)
         ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
         bare = Bare(places.store, lend=True)
@@ -238,7 +280,7 @@ def _reader_main(places: Places, damage: str, pipe: Connection) -> None:
             side = ReadingSide(shape, pool, ledger, damage)
             sides.append(side)
             bare.take(shape.parts)
-            does.update(prepare=side.prepare, load=side.load, check=side.check)
+            does.update(prepare=side.prepare, load=side.load, load_early=side.load_early, check=side.check)
 
         does["shape"] = take_shape
         while True:

@@ -9,12 +9,16 @@ the moment at which verified state lies in the reader's cache (a decode's first 
 
 Opening the record and taking room in the store are not on that path: both run beside the compute. The name of the
 boundary goes from one side to the other over a pipe, where a cluster has its router.
+
+An early handoff (docs/early_reads.md) sends the record itself when all is written: the reader reads, checks and writes
+its cache beside the commit, and ends when the committed record, pushed by etcd, has been found to be the same.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,12 +51,14 @@ class Published:
 
 @dataclass(frozen=True)
 class Loaded:
-    """One load: when it was asked for, had the record, had all bytes checked, and ended (`time.monotonic`), seconds by
-    stage, bytes that were read."""
+    """One load: when it was asked for, had the committed record, had all bytes checked, had them in the cache, and
+    ended (`time.monotonic`),
+    seconds by stage, bytes that were read. An early one may have the record last."""
 
     asked: float
     record: float
     checked: float
+    in_cache: float
     ended: float
     stages: dict[str, float]
     nbytes: int
@@ -137,8 +143,8 @@ class PublishingSide(_Side):
         self._written.add_done_callback(lambda written: room.set())
         room.wait(SECONDS)
 
-    def publish(self) -> Published:
-        """From state in the cache to a committed record."""
+    def publish(self, tell: Callable[[BoundaryRecord], None] = lambda record: None) -> Published:
+        """From state in the cache to a committed record. `tell` is called with it when the commit begins."""
         assert self._record is not None
         record, report = self._record, self._report
         began = time.monotonic()
@@ -147,6 +153,7 @@ class PublishingSide(_Side):
         written = time.monotonic()
         with self._spans.span("commit"):
             self._record = record.committed([RankEntry(0, "written", tuple(report.objects))])
+            tell(self._record)
             self._ledger.run(self._ledger.ledger.commit([self._record]))
         return Published(record.id, began, written, time.monotonic(), self._spans.take())
 
@@ -164,6 +171,7 @@ class ReadingSide(_Side):
         super().__init__(shape, pool, ledger)
         self._loader = loading.Loader(self._view, self._pool, 0, SECONDS, verify=True, damage=damage)
         self._recording.enter_context(recorded_proofs(loading, self._spans))
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="state-read")
 
     def prepare(self, turn: int) -> None:
         """Nothing like state where the state will go."""
@@ -182,7 +190,33 @@ class ReadingSide(_Side):
             key="bench", records=tuple(records), blocks=self._caches.tables[turn % SETS], local_tokens=0
         )
         self._loader.load(job, report, lambda: checked.append(time.monotonic()))
-        return Loaded(asked, read, checked[0], time.monotonic(), self._spans.take(), report.nbytes)
+        ended = time.monotonic()
+        return Loaded(asked, read, checked[0], ended, ended, self._spans.take(), report.nbytes)
+
+    def load_early(self, turn: int, told: str) -> Loaded:
+        """The same from what was told, beside its commit. Raises what the loader raises, and NotVerified when something
+        else has been committed."""
+        asked, checked = time.monotonic(), list[float]()
+        record, report = BoundaryRecord.from_json(told), RankReport(0)
+        job = LoadJob(key="bench", records=(record,), blocks=self._caches.tables[turn % SETS], local_tokens=0)
+        loading_ended = self._io.submit(self._load, job, report, checked)
+        with self._spans.span("record"):
+            committed = self._ledger.run(self._ledger.ledger.wait_committed(record.id))
+        known = time.monotonic()
+        ended = loading_ended.result()
+        if committed != record:
+            raise NotVerified(f"boundary {record.id}: what was committed is not what was told")
+        spans = self._spans.take()
+        return Loaded(asked, known, checked[0], ended, max(ended, known), spans, report.nbytes)
+
+    def _load(self, job: LoadJob, report: RankReport, checked: list[float]) -> float:
+        self._loader.load(job, report, lambda: checked.append(time.monotonic()))
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Stop recording, end the I/O thread."""
+        super().close()
+        self._io.shutdown()
 
     def check(self, turn: int) -> None:
         """Compare the cache with what the publisher's held, byte by byte. Raises NotVerified."""

@@ -34,6 +34,15 @@ PATH = (
 )
 """What follows one another from the prefill's last kernel to the decode's first step; together they are the handoff."""
 
+EARLY_PATH = (
+    "written",
+    "reader asked",
+    "copied and checked",
+    "in the cache",
+    "committed record known",
+)
+"""The same of a handoff that is read beside its commit: the last step is what is left to wait for then."""
+
 ETCD = ("committed", "record read")
 """Those of them that wait for etcd."""
 
@@ -56,14 +65,30 @@ class SizeResult:
     nbytes: int
     length: int
     handoffs: list[Repetition] = field(default_factory=list)
+    early: list[Repetition] = field(default_factory=list)
+    """Handoffs that are read beside their commit."""
     bare: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of put and of get."""
     etcd: list[tuple[float, float]] = field(default_factory=list)
     """Seconds of a write and of a read of a record's size, with nothing around them."""
 
+    def clear(self) -> None:
+        """Forget the turns so far."""
+        for turns in (self.handoffs, self.early, self.bare, self.etcd):
+            turns.clear()
+
     def totals(self) -> list[float]:
-        """Seconds of every handoff."""
+        """Seconds of every handoff that is read after its commit."""
         return [one.seconds for one in self.handoffs]
+
+    def early_totals(self) -> list[float]:
+        """Seconds of every handoff that is read beside its commit."""
+        return [one.seconds for one in self.early]
+
+    @property
+    def early_ratio(self) -> float:
+        """Median over median."""
+        return statistics.median(self.early_totals()) / statistics.median(self.bare_totals())
 
     def bare_totals(self) -> list[float]:
         """Seconds of every bare put and get."""
@@ -85,10 +110,11 @@ class SizeResult:
 
     def path(self) -> dict[str, float]:
         """Mean seconds of every step of `PATH` in the middle half of the handoffs, so that they add up."""
-        ordered = sorted(self.handoffs, key=lambda one: one.seconds)
-        quarter = len(ordered) // 4
-        middle = ordered[quarter : len(ordered) - quarter]
-        return {name: statistics.fmean(one.path.get(name, 0.0) for one in middle) for name in PATH}
+        return _middle(self.handoffs, PATH)
+
+    def early_path(self) -> dict[str, float]:
+        """The same of those that are read beside their commit, by `EARLY_PATH`."""
+        return _middle(self.early, EARLY_PATH)
 
     def beyond(self) -> dict[str, float]:
         """What a handoff takes beyond bare, in parts of bare that add up to (ratio - 1): see `beyond_table`."""
@@ -137,11 +163,13 @@ class SizeResult:
             "turns": len(self.handoffs),
             "bytes_read_over_needed": self.handoffs[0].nbytes / self.nbytes,
             "handoff": spread(self.totals()),
+            "early": spread(self.early_totals()),
             "bare": spread(self.bare_totals()),
             "bare_put": spread([put for put, _ in self.bare]),
             "bare_get": spread([get for _, get in self.bare]),
             "ratio": self.ratio,
             "ratio_of_fastest": self.best_ratio,
+            "early_ratio": self.early_ratio,
             "aim": AIM,
             "etcd_write": spread([write for write, _ in self.etcd]),
             "etcd_read": spread([look for _, look in self.etcd]),
@@ -149,8 +177,16 @@ class SizeResult:
             "least": self.least(copy),
             "stages": {name: self.stage(name) for name in STAGES},
             "path": self.path(),
+            "early_path": self.early_path(),
             "beyond_bare": self.beyond(),
         }
+
+
+def _middle(handoffs: Sequence[Repetition], names: Sequence[str]) -> dict[str, float]:
+    ordered = sorted(handoffs, key=lambda one: one.seconds)
+    quarter = len(ordered) // 4
+    middle = ordered[quarter : len(ordered) - quarter]
+    return {name: statistics.fmean(one.path.get(name, 0.0) for one in middle) for name in names}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -190,10 +226,12 @@ def handoff_table(results: Sequence[SizeResult], copy: float, read: float) -> st
             "bytes",
             "turns",
             "handoff ms",
+            "early ms",
             "bare ms",
             "(put",
             "get)",
             "ratio",
+            "early",
             "of fastest",
             "etcd (write",
             "read)",
@@ -207,10 +245,12 @@ def handoff_table(results: Sequence[SizeResult], copy: float, read: float) -> st
                 str(r.nbytes),
                 str(len(r.handoffs)),
                 quartiles(r.totals()),
+                quartiles(r.early_totals()),
                 quartiles(r.bare_totals()),
                 cell(statistics.median(put for put, _ in r.bare)),
                 cell(statistics.median(get for _, get in r.bare)),
                 f"{r.ratio:.2f}",
+                f"{r.early_ratio:.2f}",
                 f"{r.best_ratio:.2f}",
                 cell(r.etcd_median(0)),
                 cell(r.etcd_median(1)),
@@ -225,15 +265,24 @@ def handoff_table(results: Sequence[SizeResult], copy: float, read: float) -> st
         ("stage, ms", *(f"{r.mib} MiB" for r in results)),
         [(name, *(cell(r.stage(name)) for r in results)) for name in STAGES],
     )
-    return f"{totals}\n\n{stages}\n\n{path_table(results)}\n\n{beyond_table(results)}"
+    tables = [totals, stages, path_table(results), early_path_table(results), beyond_table(results)]
+    return "\n\n".join(tables)
 
 
 def path_table(results: Sequence[SizeResult]) -> str:
     """The handoff from its begin to its end, step by step: means of the middle half of the turns, which add up."""
-    paths = [r.path() for r in results]
-    rows = [(name, *(f"{path[name] * 1e3:.2f}" for path in paths)) for name in PATH]
+    return _path_table("step, ms (mean of the middle half)", results, [r.path() for r in results])
+
+
+def early_path_table(results: Sequence[SizeResult]) -> str:
+    """The same of handoffs that are read beside their commit."""
+    return _path_table("read beside the commit, ms", results, [r.early_path() for r in results])
+
+
+def _path_table(title: str, results: Sequence[SizeResult], paths: Sequence[dict[str, float]]) -> str:
+    rows = [(name, *(f"{path[name] * 1e3:.2f}" for path in paths)) for name in (paths[0] if paths else ())]
     rows.append(("together", *(f"{sum(path.values()) * 1e3:.2f}" for path in paths)))
-    return render(("step, ms (mean of the middle half)", *(f"{r.mib} MiB" for r in results)), rows)
+    return render((title, *(f"{r.mib} MiB" for r in results)), rows)
 
 
 def beyond_table(results: Sequence[SizeResult]) -> str:

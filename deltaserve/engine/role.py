@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,10 @@ class Role(ABC):
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.call: Callable[[Callable[[Any], Any]], Any] = lambda function: None
+        """Runs `function(core)` on the engine's thread, between two steps; set by the service."""
+        self.withdraw: Callable[[Job], None] = lambda job: None
+        """Takes a job out of the engine without a word to its router; set by the service."""
 
     def background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine beside the requests; `close` ends it. What it raises is logged."""
@@ -94,6 +98,9 @@ class Role(ABC):
     @abstractmethod
     def on_end(self, job: Job, reason: str) -> None:
         """The job left the engine: "finished", "aborted" or an error's words. Called once."""
+
+    def on_confirmed(self, job: Job) -> None:  # noqa: B027 - most roles have no early loads
+        """The router says that the boundary of the job's early load is committed."""
 
     @abstractmethod
     async def release(self, boundaries: list[str]) -> None:

@@ -80,6 +80,7 @@ class WorkerService(WorkerServicer):
     def attach(self, host: EngineHost, role: Role, description: pb.WorkerDescription) -> None:
         """Give the service its engine; before this, calls are answered UNAVAILABLE."""
         self._host, self._role, self._description = host, role, description
+        role.call, role.withdraw = lambda function: host.call(function), self._withdraw
         WORKER.describe(description.role, description.worker_id)
         WORKER.watch(
             lambda: host.core.scheduler.get_request_counts(),
@@ -260,6 +261,12 @@ class WorkerService(WorkerServicer):
         for job in jobs:
             self._end(job, "aborted")
 
+    def _withdraw(self, job: Job) -> None:
+        """See `Role.withdraw`."""
+        assert self._host is not None
+        self._host.abort([job.key])
+        self._end(job, "aborted")
+
     # ---- gRPC
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.WorkerDescription:
@@ -317,6 +324,10 @@ class WorkerService(WorkerServicer):
             self._spawn(self._start(self._begin(stream, message.add)))
         elif kind == "abort":
             self._abort(stream, list(message.abort.ids))
+        elif kind == "confirm":
+            if (job := stream.jobs.get(message.confirm.id)) is not None:
+                assert self._role is not None
+                self._role.on_confirmed(job)
         elif kind == "release":
             boundaries = list(message.release.boundaries)
             stream.boundaries.difference_update(boundaries)

@@ -241,6 +241,7 @@ def _description(
         capabilities=report_json(vllm_config),
         reasoning_parser=config.reasoning_parser,
         bundles=True,
+        early=config.role == "decode",
     )
 
 

@@ -11,7 +11,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "state_bytes", "token_bytes", "capabilities", "reasoning_parser", "bundles")
+    __slots__ = ("worker_id", "role", "model_digest", "max_model_len", "max_num_seqs", "geometry", "segment", "vllm_version", "kv_cache_tokens", "dcp", "interleave", "state_bytes", "token_bytes", "capabilities", "reasoning_parser", "bundles", "early")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class WorkerDescription(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     REASONING_PARSER_FIELD_NUMBER: _ClassVar[int]
     BUNDLES_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     model_digest: str
@@ -44,19 +45,22 @@ class WorkerDescription(_message.Message):
     capabilities: str
     reasoning_parser: str
     bundles: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., state_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ..., capabilities: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., bundles: _Optional[bool] = ...) -> None: ...
+    early: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., geometry: _Optional[str] = ..., segment: _Optional[str] = ..., vllm_version: _Optional[str] = ..., kv_cache_tokens: _Optional[int] = ..., dcp: _Optional[int] = ..., interleave: _Optional[int] = ..., state_bytes: _Optional[int] = ..., token_bytes: _Optional[int] = ..., capabilities: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., bundles: _Optional[bool] = ..., early: _Optional[bool] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("add", "abort", "release", "bundle")
+    __slots__ = ("add", "abort", "release", "bundle", "confirm")
     ADD_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
     add: Add
     abort: Abort
     release: Release
     bundle: Bundle
-    def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bundle: _Optional[_Union[Bundle, _Mapping]] = ...) -> None: ...
+    confirm: Confirm
+    def __init__(self, add: _Optional[_Union[Add, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bundle: _Optional[_Union[Bundle, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ...) -> None: ...
 
 class Bundle(_message.Message):
     __slots__ = ("messages",)
@@ -97,22 +101,32 @@ class Add(_message.Message):
     def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ..., history: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., reasoning_ended: _Optional[bool] = ..., reasoning: _Optional[bytes] = ...) -> None: ...
 
 class Publish(_message.Message):
-    __slots__ = ("preferred_segment", "pack_dcp", "pack_interleave")
+    __slots__ = ("preferred_segment", "pack_dcp", "pack_interleave", "early")
     PREFERRED_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     PACK_DCP_FIELD_NUMBER: _ClassVar[int]
     PACK_INTERLEAVE_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     preferred_segment: str
     pack_dcp: int
     pack_interleave: int
-    def __init__(self, preferred_segment: _Optional[str] = ..., pack_dcp: _Optional[int] = ..., pack_interleave: _Optional[int] = ...) -> None: ...
+    early: bool
+    def __init__(self, preferred_segment: _Optional[str] = ..., pack_dcp: _Optional[int] = ..., pack_interleave: _Optional[int] = ..., early: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("boundary", "recompute")
+    __slots__ = ("boundary", "recompute", "early")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     boundary: str
     recompute: bool
-    def __init__(self, boundary: _Optional[str] = ..., recompute: _Optional[bool] = ...) -> None: ...
+    early: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, boundary: _Optional[str] = ..., recompute: _Optional[bool] = ..., early: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Confirm(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("ids",)
@@ -127,16 +141,18 @@ class Release(_message.Message):
     def __init__(self, boundaries: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("step", "published", "loaded", "status")
+    __slots__ = ("step", "published", "loaded", "status", "written")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     step: Step
     published: Published
     loaded: Loaded
     status: WorkerLoad
-    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., status: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    written: Written
+    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., published: _Optional[_Union[Published, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., status: _Optional[_Union[WorkerLoad, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("ids", "counts", "tokens", "finish", "rare")
@@ -151,6 +167,16 @@ class Step(_message.Message):
     finish: _containers.RepeatedScalarFieldContainer[int]
     rare: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[int]] = ..., rare: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("id", "boundary", "records")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    boundary: str
+    records: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, id: _Optional[int] = ..., boundary: _Optional[str] = ..., records: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Published(_message.Message):
     __slots__ = ("id", "committed", "boundary", "length", "bytes", "error", "cached_tokens", "store_tokens", "kind")
@@ -175,16 +201,18 @@ class Published(_message.Message):
     def __init__(self, id: _Optional[int] = ..., committed: _Optional[bool] = ..., boundary: _Optional[str] = ..., length: _Optional[int] = ..., bytes: _Optional[int] = ..., error: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., store_tokens: _Optional[int] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class Loaded(_message.Message):
-    __slots__ = ("id", "from_store", "local", "failure")
+    __slots__ = ("id", "from_store", "local", "failure", "withdrawn")
     ID_FIELD_NUMBER: _ClassVar[int]
     FROM_STORE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     id: int
     from_store: int
     local: int
     failure: str
-    def __init__(self, id: _Optional[int] = ..., from_store: _Optional[int] = ..., local: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    withdrawn: bool
+    def __init__(self, id: _Optional[int] = ..., from_store: _Optional[int] = ..., local: _Optional[int] = ..., failure: _Optional[str] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "kv_usage", "queued_tokens", "handoffs")

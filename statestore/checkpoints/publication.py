@@ -130,12 +130,14 @@ class Publisher:
         *,
         answer: int = 0,
         spacing: int = 0,
+        after: asyncio.Future[None] | None = None,
     ) -> Publication | None:
         """Open a publish of the state after `tokens`, which rests on `chain`; None: there is no room for it.
 
         `spacing`: least distance of checkpoints on the way; the publication may have wider ones, or none, where the
         budget does not hold as many. `answer`: the publish ends with the answer instead, of about so many tokens, and
-        what it publishes is a checkpoint; its prefix is known then.
+        what it publishes is a checkpoint; its prefix is known then. `after`: an answer's record is opened when this is
+        done, because `chain` is not committed before; what it raises, the opening raises.
 
         A record that rests on something is open when this returns, so that nothing evicts it; else the opening goes on
         beside the compute. A parent that has been evicted meanwhile is done without.
@@ -177,7 +179,7 @@ class Publisher:
             links=MAX_LINKS if room.spacing else 1,
             reusable=bool(answer),
         )
-        opening = self._open(record)
+        opening = self._open(record, after)
         if chain and not answer:
             await asyncio.wait([opening])
             if isinstance(opening.exception(), ParentGone):
@@ -224,8 +226,15 @@ class Publisher:
         """Whether all that is promised to be kept can be kept."""
         return await self.keeper.make_room()
 
-    def _open(self, record: BoundaryRecord) -> asyncio.Future[None]:
-        opening = asyncio.ensure_future(self.ledger.open(record))
+    def _open(
+        self, record: BoundaryRecord, after: asyncio.Future[None] | None = None
+    ) -> asyncio.Future[None]:
+        async def opened() -> None:
+            if after is not None:
+                await asyncio.shield(after)
+            await self.ledger.open(record)
+
+        opening = asyncio.ensure_future(opened())
         # A failure is seen at the commit; a request that never gets there must not be called a forgotten error.
         opening.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return opening

@@ -2,7 +2,7 @@
 """The class that vLLM constructs, once in the scheduler and once in every rank; it hands on to the half that fits.
 
 Contract read from vLLM 0.32.0 and 0.33.0. Private names touched: `KVConnectorBase_V1._get_connector_metadata` and
-`_vllm_config`, `_kv_cache_config` (set by the base class).
+`_vllm_config`, `_kv_cache_config` (set by the base class); in gate.py `Scheduler._update_from_kv_xfer_finished`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from statestore.connector.gate import Gate
 from statestore.connector.messages import RankReports, StepMetadata
 from statestore.connector.scheduler_half import SchedulerHalf
 from statestore.connector.worker_half import WorkerHalf
@@ -74,6 +75,12 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
         reports = connector_output.kv_connector_worker_meta
         assert reports is None or isinstance(reports, RankReports)
         self._sched.collect(reports)
+        self._sched.gate.hold(connector_output)
+
+    @property
+    def gate(self) -> Gate:
+        """Of loads that began before their record was committed; for the engine thread."""
+        return self._sched.gate
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._sched.finished(request)

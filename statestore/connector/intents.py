@@ -51,9 +51,11 @@ class PublishIntent:
 
 @dataclass
 class LoadIntent:
-    """Restore this committed boundary first: its chain, oldest record first, the boundary itself last."""
+    """Restore this boundary first: its chain, oldest record first, the boundary itself last."""
 
     records: tuple[BoundaryRecord, ...]
+    early: bool = False
+    """It is not committed yet: nothing is scheduled before the service has opened the gate (gate.py)."""
 
     def __post_init__(self) -> None:
         if not self.records:

@@ -15,6 +15,8 @@ last token has been sampled only.
 Load, happy path: `matched` offers the boundary's tokens, vLLM allocates, `allocated` makes the job, the request waits
 until every rank has reported; only then is it scheduled, and computes what follows.
 
+A load that begins before its boundary is committed is the same, but for the gate (gate.py) behind the ranks' reports.
+
 Crash paths: a request that ends early sends no further link; those that are out are waited for. A load that fails on
 any rank is reported to vLLM, which frees and reschedules the request; then `matched` offers nothing, the prompt is
 computed here, and what it publishes rests on no other boundary. A request that is aborted while it loads keeps its
@@ -32,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statestore.connector.events import emit, show
+from statestore.connector.gate import Gate
 from statestore.connector.inside import NULL_BLOCK, Inside, Offer, last_inside
 from statestore.connector.intents import MAX_LINKS, PARAMS, Intents, LoadIntent, PublishIntent
 from statestore.connector.links import Link, Links
@@ -85,6 +88,7 @@ class SchedulerHalf:
             tokens for tokens, state in zip(self._block_tokens, self._recurrent, strict=True) if state
         )
         self._cache_manager: Any = None
+        self.gate = Gate()
         self._pins = Pins()
         self._publish: dict[str, _Publish] = {}
         self._load: dict[str, _Load] = {}
@@ -108,6 +112,8 @@ class SchedulerHalf:
             self._publish[request.request_id] = _Publish(intents.publish, request, links, [])
         if intents.load is not None:
             self._load[request.request_id] = _Load(intents.load, request)
+            if intents.load.early:
+                self.gate.add(request.request_id)
 
     # ---- load
 

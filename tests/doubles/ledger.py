@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from statestore.boundary import BoundaryInvalid, BoundaryRecord, prefix_of_ids
@@ -27,6 +27,8 @@ class LedgerDouble(Ledger):
     """Ledgers over the same `Register` share their records, as processes share an etcd.
 
     `writes` counts what would be writes to etcd; `commit_fails` lets so many commits fail as a lost connection would.
+    `before_commit` is awaited before a commit is looked at, and gives what is committed in place of the records.
+    `silent`: nobody is told of a commit by `wait_committed`.
     """
 
     def __init__(self, register: Register, records: dict[str, str] | None = None) -> None:
@@ -34,6 +36,10 @@ class LedgerDouble(Ledger):
         self.records: dict[str, str] = {} if records is None else records
         self.writes = 0
         self.commit_fails = 0
+        self.before_commit: (
+            Callable[[Sequence[BoundaryRecord]], Awaitable[Sequence[BoundaryRecord]]] | None
+        ) = None
+        self.silent = False
         self.closed = False
 
     async def open(self, record: BoundaryRecord) -> None:
@@ -62,6 +68,8 @@ class LedgerDouble(Ledger):
         return True
 
     async def commit(self, records: Sequence[BoundaryRecord], opened: str = "", beside: bool = False) -> None:
+        if self.before_commit is not None:
+            records = await self.before_commit(records)
         self._register.require()
         links = [record.committed() for record in records]
         if not 1 <= len(links) <= MAX_LINKS:
@@ -93,6 +101,15 @@ class LedgerDouble(Ledger):
         self._register.require()
         text = self.records.get(boundary)
         return None if text is None else BoundaryRecord.from_json(text)
+
+    async def wait_committed(self, boundary: str) -> BoundaryRecord | None:
+        while True:
+            self._register.require()
+            text = self.records.get(boundary)
+            record = None if text is None else BoundaryRecord.from_json(text)
+            if not self.silent and (record is None or record.state != "pending"):
+                return record
+            await asyncio.sleep(0.001)
 
     async def get_checkpoints(self, boundaries: Sequence[str]) -> dict[str, BoundaryRecord]:
         self._register.require()

@@ -166,6 +166,7 @@ class Worker:
             segment=",".join(pool.segment_name for pool in self.engine.pools),
             dcp=self.geometry.dcp,
             interleave=self.geometry.interleave,
+            early=self.config.role == "decode",
         )
 
     async def forget(self) -> None:
@@ -364,7 +365,7 @@ class Stack:
             "bytes": self.store.used,
         }
         links = self.dispatcher.roster._links.values()
-        found["legs"] = sum(len(link.legs) for link in links)
+        found["legs"] = sum(len(link.legs) + len(link.early) for link in links)
         found["outstanding"] = sum(link.outstanding for link in links)
         for worker in self.workers:
             if not worker.alive:
@@ -376,6 +377,7 @@ class Stack:
             found[f"{name} requests"] = len(scheduler.requests) + sum(scheduler.get_request_counts())
             connector = scheduler.get_kv_connector()
             assert connector is not None
+            found[f"{name} gates"] = len(connector.gate)  # type: ignore[attr-defined]
             found[f"{name} pushes"] = int(connector.has_pending_push_work())
             found[f"{name} jobs"] = worker.service.job_count
             found[f"{name} staging"] = sum(p.staging_free for p in worker.engine.pools)

@@ -276,6 +276,8 @@ def _result() -> table.SizeResult:
             zip(table.PATH, (seconds * share for share in (0.4, 0.2, 0.0, 0.1, 0.2, 0.1)), strict=True)
         )
         result.handoffs.append(table.Repetition(seconds, {"put": seconds / 2}, 8_000_000, path))
+        early = dict(zip(table.EARLY_PATH, (seconds * 0.16,) * 5, strict=True))
+        result.early.append(table.Repetition(seconds * 0.8, {"put": seconds / 2}, 8_000_000, early))
         result.bare.append((seconds / 4, seconds / 4))
         result.etcd.append((0.006, 0.002))
     return result
@@ -285,6 +287,8 @@ def test_ratio_and_floor() -> None:
     result = _result()
     assert result.ratio == pytest.approx(2.0)
     assert result.best_ratio == pytest.approx(2.0)
+    assert result.early_ratio == pytest.approx(1.6)
+    assert sum(result.early_path().values()) == pytest.approx(0.016)
     # Bare 5 + 5 ms; two copies at 8 GB/s and two reads at 16 GB/s of 8 MB are 3 ms; etcd 6 + 2 ms.
     assert result.serial(8e9, 16e9) == pytest.approx(0.021)
     # The put, then the commit (longer than the get), then one copy.
