@@ -151,8 +151,7 @@ class Run:
         self._ask("check", turn)
         side.release()
         stages = {**published.stages, **_reading(loaded.stages)}
-        in_cache = loaded.in_cache
-        moments = [published.began, published.written, loaded.asked, loaded.checked, in_cache, loaded.ended]
+        moments = [published.began, published.written, loaded.asked, loaded.in_cache, loaded.ended]
         steps = (later - earlier for earlier, later in pairwise(moments))
         path = dict(zip(EARLY_PATH, steps, strict=True))
         return Repetition(loaded.ended - published.began, stages, loaded.nbytes, path)

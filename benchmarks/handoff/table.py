@@ -37,8 +37,7 @@ PATH = (
 EARLY_PATH = (
     "written",
     "reader asked",
-    "copied and checked",
-    "in the cache",
+    "copied, checked, in the cache",
     "committed record known",
 )
 """The same of a handoff that is read beside its commit: the last step is what is left to wait for then."""
