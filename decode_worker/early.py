@@ -129,7 +129,7 @@ class EarlyLoads:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if over.done():
                 return ()  # the job has ended
-            if not pushed.done() or pushed.exception() is not None:
+            if not pushed.done() or pushed.cancelled() or pushed.exception() is not None:
                 await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED)
                 return await self._ledger.get_chain(boundary, self._known())
             record = pushed.result()

@@ -16,6 +16,7 @@ that held at that moment, and so that a write whose answer was lost is recognise
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -198,6 +199,12 @@ class EtcdLedger(Ledger):
                             return record if record is not None and record.state == "committed" else None
         except grpc.RpcError as error:
             raise ConnectionError(f"boundary {boundary}: the watch of its record broke: {error}") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC says so too of a call whose channel has been closed.
+            raise ConnectionError(f"boundary {boundary}: the connection to etcd was closed") from error
         raise ConnectionError(f"boundary {boundary}: the watch of its record has ended")
 
     async def get_checkpoints(self, boundaries: Sequence[str]) -> dict[str, BoundaryRecord]:

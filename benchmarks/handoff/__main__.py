@@ -52,6 +52,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --cluster: start one whose prefill leaves no checkpoints, and computes in larger steps",
     )
+    made.add_argument(
+        "--early-reads",
+        action="store_true",
+        help="with --cluster: start one that reads boundaries beside their commit",
+    )
     return made
 
 
@@ -68,14 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     if options.turns is not None and options.turns < 1:
         made.error(f"--turns: {options.turns} must be at least 1")
-    if options.no_checkpoints and options.cluster != "start":
-        made.error(
-            "--no-checkpoints: only a cluster that is started for it can be told; use --cluster without a URL"
-        )
+    for name in ("no_checkpoints", "early_reads"):
+        if getattr(options, name) and options.cluster != "start":
+            made.error(
+                f"--{name.replace('_', '-')}: only a cluster that is started for it can be told; use --cluster without "
+                "a URL"
+            )
     if options.cluster is not None:
         from benchmarks.handoff.cluster import run_cluster
 
-        document = run_cluster(options.cluster, options.quick, not options.no_checkpoints)
+        document = run_cluster(
+            options.cluster, options.quick, not options.no_checkpoints, options.early_reads
+        )
     else:
         # Threads that spin between two parallel loops take the cores from the other side.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -76,12 +76,15 @@ class LengthResult:
         }
 
 
-def run_cluster(where: str, quick: bool, checkpoints: bool = True) -> dict[str, Any]:
+def run_cluster(
+    where: str, quick: bool, checkpoints: bool = True, early_reads: bool = False
+) -> dict[str, Any]:
     """Measure and print; `where` is the URL of an endpoint, or "start". Raises EndpointError, ClusterError.
 
-    `checkpoints`: whether the prefill worker of a started cluster leaves any.
+    `checkpoints`: whether the prefill worker of a started cluster leaves any. `early_reads`: whether it reads
+    boundaries beside their commit.
     """
-    with _endpoint(where, checkpoints) as url:
+    with _endpoint(where, checkpoints, early_reads) as url:
         results = measure(Endpoint(url), QUICK_TURNS if quick else TURNS)
     host = machine()
     print(f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}\n")
@@ -152,10 +155,11 @@ def _first_token(endpoint: Endpoint, length: int, placement: str) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _endpoint(where: str, checkpoints: bool) -> Iterator[str]:
+def _endpoint(where: str, checkpoints: bool, early_reads: bool) -> Iterator[str]:
     if where != "start":
         yield where
         return
     options: dict[str, object] = {} if checkpoints else {"checkpoint_bytes": 0}
-    with Cluster(ClusterConfig(port=0, prefill_options=options)) as cluster:
+    router: dict[str, object] = {"early_reads": early_reads}
+    with Cluster(ClusterConfig(port=0, prefill_options=options, router_options=router)) as cluster:
         yield cluster.endpoint

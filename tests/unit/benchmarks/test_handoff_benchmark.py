@@ -165,6 +165,7 @@ def test_arguments() -> None:
         ["--turns", "0"],
         ["--json"],
         ["--no-checkpoints"],
+        ["--early-reads"],
         ["--no-checkpoints", "--cluster", "http://127.0.0.1:9"],
     ],
 )
@@ -367,9 +368,12 @@ def test_the_share_of_the_time_to_the_first_token() -> None:
     assert [line.split()[-2:] for line in lines[1:]] == [["33%", "16.7%"]] * 3
 
 
-@pytest.mark.parametrize(("flags", "options"), [([], {}), (["--no-checkpoints"], {"checkpoint_bytes": 0})])
+@pytest.mark.parametrize(
+    ("flags", "options", "early"),
+    [([], {}, False), (["--no-checkpoints"], {"checkpoint_bytes": 0}, False), (["--early-reads"], {}, True)],
+)
 def test_a_started_cluster_leaves_checkpoints_unless_told_otherwise(
-    flags: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], options: dict[str, Any], early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
 
@@ -390,6 +394,7 @@ def test_a_started_cluster_leaves_checkpoints_unless_told_otherwise(
     assert command.main(["--cluster", "--quick", *flags]) == 0
     (config,) = started
     assert config.prefill_options == options
+    assert config.router_options == {"early_reads": early}
 
 
 def test_a_prompt_that_was_not_handed_over_is_not_measured() -> None:
