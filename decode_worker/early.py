@@ -113,6 +113,11 @@ class EarlyLoads:
             return "uncommitted", f"no commit within {self._seconds:g} s"
         except (LedgerError, BoundaryInvalid, ConnectionError) as error:
             return "ledger", str(error)
+        except (
+            Exception
+        ) as error:  # whatever it is, the request must not wait behind a gate that nobody opens
+            log.exception("request %s: its early read cannot be compared", job.add.request_id)
+            return "error", f"{type(error).__name__}: {error}"
         if not chain:
             return "missing_record", "its record has gone"
         if chain != early.chain:

@@ -414,6 +414,35 @@ async def test_a_publisher_that_dies_before_its_commit(read: bool) -> None:
         await until(lambda: len(gate(stack)) == 0 and not stack.decode.engine.scheduler.requests)
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no answer"), RuntimeError("a bug")])
+async def test_a_ledger_that_cannot_be_read(
+    early: Stack, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a push nor a read: withdrawn, and the request takes today's path, which needs a read of its own."""
+    baseline = early.gauges()
+    ledger = early.decode.ledger
+    chain = ledger.get_chain
+    calls = 0
+
+    async def broken(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise error
+        return await chain(*arguments)
+
+    async def silent(boundary: str) -> None:
+        raise ConnectionError("the watch has ended")
+
+    monkeypatch.setattr(ledger, "get_chain", broken)
+    monkeypatch.setattr(ledger, "wait_committed", silent)
+    ask = await early.run(early.prompt(LENGTH))
+    assert early.is_right(ask)
+    assert early.trace(ask)["from_store"] == LENGTH - 1
+    assert count(early, "withdrawn") == 1
+    await early.back_to(baseline)
+
+
 # ---- cancelled at each point
 
 
