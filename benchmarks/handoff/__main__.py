@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
         help="break the state before it is read (negative control: the run must fail)",
     )
     made.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the caches are; on cuda both ranks share the first GPU (not with --cluster)",
+    )
+    made.add_argument(
         "--cluster",
         nargs="?",
         const="start",
@@ -79,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--{name.replace('_', '-')}: only a cluster that is started for it can be told; use --cluster without "
                 "a URL"
             )
+    if options.cluster is not None and options.device != "cpu":
+        made.error("--device: a cluster has its own (deltaserve up --device)")
     if options.cluster is not None:
         from benchmarks.handoff.cluster import run_cluster
 
@@ -105,7 +113,10 @@ def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
     copy, read = speeds["copy"]["median"], speeds["read"]["median"]
     results = []
     try:
-        with processes.started_services() as places, processes.Run(places, options.damage) as run:
+        with (
+            processes.started_services() as places,
+            processes.Run(places, options.damage, options.device) as run,
+        ):
             for mib in options.sizes:
                 results.append(run.size(mib, turns_of(options, mib)))
                 one = results[-1]
@@ -118,7 +129,12 @@ def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
         print(f"error: {error}", file=sys.stderr)
         return None
     host = memory.machine()
-    print(f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}\n")
+    host["device"] = options.device
+    if options.device == "cuda":
+        import torch
+
+        host["device"] = torch.cuda.get_device_name()
+    print(f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}, caches on {host['device']}\n")
     print(
         table.render(
             ("GB/s", "median", "best"),

@@ -18,10 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, permutations
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
+
+import torch
 
 from benchmarks.handoff.bare import Bare
 from benchmarks.handoff.ledgers import LedgerLoop
@@ -33,6 +36,7 @@ from deltaserve.engine.worker import SWITCH_SECONDS
 from deltaserve.etcd import EtcdMembership
 from deltaserve.etcd_client import Etcd
 from deltaserve.membership import Member
+from statestore.connector.device_copies import pin
 from statestore.etcd_ledger import EtcdLedger
 from statestore.mooncake_pool import MooncakePool
 from tests.support import services
@@ -72,8 +76,8 @@ def started_services() -> Iterator[Places]:
 class Run:
     """Two sides that are connected; use as a context manager, then `size` once or more."""
 
-    def __init__(self, places: Places, damage: str = "none") -> None:
-        self._places, self._damage = places, damage
+    def __init__(self, places: Places, damage: str = "none", device: str = "cpu") -> None:
+        self._places, self._damage, self._device = places, damage, device
         self._switch = sys.getswitchinterval()
         self._stack = contextlib.ExitStack()
 
@@ -81,13 +85,13 @@ class Run:
         sys.setswitchinterval(SWITCH_SECONDS)
         with contextlib.ExitStack() as stack:
             places = self._places
-            self._ask = stack.enter_context(_reader(places, self._damage))
+            self._ask = stack.enter_context(_reader(places, self._damage, self._device))
             self._ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
             stack.callback(self._ledger.close)
             self._etcd = Etcd(places.etcd)
             stack.callback(lambda: self._ledger.run(self._etcd.close()))
             self._lease = stack.enter_context(_member(places.etcd))
-            self._pool = MooncakePool(places.store)
+            self._pool = _pool(places.store, self._device)
             stack.callback(self._pool.close)
             self._bare = Bare(places.store, lend=False)
             stack.callback(self._bare.close)
@@ -107,7 +111,7 @@ class Run:
         shape = shape_of(mib)
         self._ask("shape", mib)
         self._bare.take(shape.parts)
-        side = PublishingSide(shape, self._pool, self._ledger, OWNER, self._lease)
+        side = PublishingSide(shape, self._pool, self._ledger, OWNER, self._lease, self._device)
         result = SizeResult(mib, shape.nbytes, shape.length)
         record = b"x" * RECORD_BYTES
         try:
@@ -162,6 +166,11 @@ class Run:
         got = self._ask("bare_get", keys)
         self._bare.remove(keys)
         return put, got
+
+
+def _pool(config: StoreConfig, device: str) -> MooncakePool:
+    """As a worker's rank makes it: what a device copies from and to is pinned."""
+    return MooncakePool(config, pin=None if device == "cpu" else partial(pin, torch.device(device)))
 
 
 def _reading(stages: dict[str, float]) -> dict[str, float]:
@@ -240,11 +249,11 @@ class _Asker:
 
 
 @contextlib.contextmanager
-def _reader(places: Places, damage: str) -> Iterator[_Asker]:
+def _reader(places: Places, damage: str, device: str) -> Iterator[_Asker]:
     """A reader in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_reader_main, args=(places, damage, theirs), daemon=True)
+    process = context.Process(target=_reader_main, args=(places, damage, device, theirs), daemon=True)
     process.start()
     theirs.close()
 
@@ -260,10 +269,10 @@ def _reader(places: Places, damage: str) -> Iterator[_Asker]:
             process.join()
 
 
-def _reader_main(places: Places, damage: str, pipe: Connection) -> None:
+def _reader_main(places: Places, damage: str, device: str, pipe: Connection) -> None:
     try:
         sys.setswitchinterval(SWITCH_SECONDS)
-        pool = MooncakePool(places.store)
+        pool = _pool(places.store, device)
         ledger = LedgerLoop(lambda: EtcdLedger(places.etcd))
         bare = Bare(places.store, lend=True)
         does: dict[str, Any] = {
@@ -276,7 +285,7 @@ def _reader_main(places: Places, damage: str, pipe: Connection) -> None:
             shape = shape_of(mib)
             while sides:
                 sides.pop().close()
-            side = ReadingSide(shape, pool, ledger, damage)
+            side = ReadingSide(shape, pool, ledger, damage, device)
             sides.append(side)
             bare.take(shape.parts)
             does.update(prepare=side.prepare, load=side.load, load_early=side.load_early, check=side.check)

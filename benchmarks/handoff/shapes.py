@@ -104,7 +104,8 @@ class World:
 class Caches:
     """One rank's caches; `tables[i]` are the blocks of sequence i, as a job carries them."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: str = "cpu") -> None:
+        """On a GPU `memory` is a copy that is brought up (`fill`, `poison`) and down (`holds`), off the clock."""
         from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
         g = self.geometry = shape.geometry
@@ -136,7 +137,8 @@ class Caches:
             ]
         )
         self._groups = groups
-        whole = torch.from_numpy(self.memory)
+        self._host = torch.from_numpy(self.memory)
+        whole = self._whole = self._host if device == "cpu" else self._host.to(device)
         self.tensors: dict[str, torch.Tensor] = {}
         for names in groups:
             for slot, name in enumerate(names):
@@ -152,14 +154,17 @@ class Caches:
             for block, part in zip(self.tables[sequence][-1], rows.split(BLOCK_SIZE), strict=True):
                 page = torch.from_numpy(self.memory[slot, block]).view(torch.bfloat16)
                 page.view(BLOCK_SIZE, LATENT)[: len(part)] = part
+        self._sync(self._whole, self._host)
 
     def poison(self, sequence: int) -> None:
         """Make the blocks of a sequence hold no state at all."""
         for table in self.tables[sequence]:
             self.memory[:, table] = _POISON
+        self._sync(self._whole, self._host)
 
     def holds(self, world: World, sequence: int) -> bool:
         """Whether the blocks of a sequence hold exactly this world."""
+        self._sync(self._host, self._whole)
         pages = zip(self._state_pages(sequence), world.states, strict=True)
         if not all(np.array_equal(page[: len(state)], state) for page, state in pages):
             return False
@@ -169,6 +174,11 @@ class Caches:
                 if not torch.equal(page.view(BLOCK_SIZE, LATENT)[: len(part)], part.view(torch.int16)):
                     return False
         return True
+
+    def _sync(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._whole is not self._host:
+            target.copy_(source)
+            torch.cuda.synchronize()
 
     def _state_pages(self, sequence: int) -> list[npt.NDArray[np.uint8]]:
         """Pages of the KDA layers, in the model's order."""

@@ -66,9 +66,9 @@ class Loaded:
 
 
 class _Side:
-    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop) -> None:
+    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop, device: str) -> None:
         self._shape, self._ledger = shape, ledger
-        self._caches = Caches(shape)
+        self._caches = Caches(shape, device)
         self._worlds = [World(shape, seed) for seed in range(SETS)]
         self._spans = Spans()
         self._pool: Any = TimedPool(pool, self._spans)
@@ -84,8 +84,10 @@ class _Side:
 class PublishingSide(_Side):
     """A prefill rank."""
 
-    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop, owner: str, lease: int) -> None:
-        super().__init__(shape, pool, ledger)
+    def __init__(
+        self, shape: Shape, pool: Pool, ledger: LedgerLoop, owner: str, lease: int, device: str = "cpu"
+    ) -> None:
+        super().__init__(shape, pool, ledger, device)
         self._owner, self._lease, self._counter = owner, lease, 0
         self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)
         self._recording.enter_context(recorded_proofs(publishing, self._spans))
@@ -168,8 +170,10 @@ class PublishingSide(_Side):
 class ReadingSide(_Side):
     """A decode rank. `damage` breaks the state before it is read: a negative control."""
 
-    def __init__(self, shape: Shape, pool: Pool, ledger: LedgerLoop, damage: str = "none") -> None:
-        super().__init__(shape, pool, ledger)
+    def __init__(
+        self, shape: Shape, pool: Pool, ledger: LedgerLoop, damage: str = "none", device: str = "cpu"
+    ) -> None:
+        super().__init__(shape, pool, ledger, device)
         self._loader = loading.Loader(self._view, self._pool, 0, SECONDS, verify=True, damage=damage)
         self._recording.enter_context(recorded_proofs(loading, self._spans))
         self._io = ThreadPoolExecutor(1, thread_name_prefix="state-read")

@@ -15,8 +15,11 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
+
 from benchmarks.intervals import covered
 from statestore.connector.cache_view import CacheView
+from statestore.gpu.found import Found
 
 POOL_STAGES = {
     "reserve_all": "reserve",
@@ -103,6 +106,26 @@ class TimedView(CacheView):
         """See `CacheView`."""
         with self.spans.span("gather"):
             super().gather_rows(*args, **kwargs)
+
+    def prove_heads(self, *args: Any, **kwargs: Any) -> Found:
+        """See `CacheView`; with the digest, which a device takes on the way."""
+        with self.spans.span("gather"):
+            return super().prove_heads(*args, **kwargs)
+
+    def prove_rows(self, *args: Any, **kwargs: Any) -> Found:
+        """The same."""
+        with self.spans.span("gather"):
+            return super().prove_rows(*args, **kwargs)
+
+    def check_heads(self, *args: Any, **kwargs: Any) -> tuple[Found, torch.Tensor]:
+        """See `CacheView`; with the copy to the device."""
+        with self.spans.span("proof"):
+            return super().check_heads(*args, **kwargs)
+
+    def check_rows(self, *args: Any, **kwargs: Any) -> tuple[Found, torch.Tensor]:
+        """The same."""
+        with self.spans.span("proof"):
+            return super().check_rows(*args, **kwargs)
 
     def scatter_heads(self, *args: Any, **kwargs: Any) -> None:
         """See `CacheView`."""

@@ -221,7 +221,7 @@ def test_a_failed_reader_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Pipe=lambda: (Pipe(), Pipe()), Process=lambda **arguments: process)
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda kind: context)
     run = processes.Run(None)  # type: ignore[arg-type]
-    run._ask = run._stack.enter_context(processes._reader(None, "flip"))  # type: ignore[arg-type]
+    run._ask = run._stack.enter_context(processes._reader(None, "flip", "cpu"))  # type: ignore[arg-type]
 
     def load() -> None:
         try:
@@ -248,7 +248,7 @@ def test_a_reader_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda kind: context)
     with (
         pytest.raises(processes.RunFailed, match="ended at load"),
-        processes._reader(None, "none") as ask,  # type: ignore[arg-type]
+        processes._reader(None, "none", "cpu") as ask,  # type: ignore[arg-type]
     ):
         ask("load")
 
