@@ -344,6 +344,9 @@ class RouterConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0: any free one")
     max_model_len: int = Field(16384, ge=2, description="longest prompt plus answer, tokens")
+    processes: int = Field(
+        1, ge=1, le=64, description="router processes that share the port, one core each (docs/router.md)"
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body; longer ones get 413")
     placement: Literal["auto", "handover", "local"] = Field(
         "auto",
@@ -500,6 +503,9 @@ class ClusterConfig(BaseModel):
     )
     tool_parser: str = Field("", description="vLLM's parser of the model's tool calls")
     reasoning_parser: str = Field("", description="vLLM's parser of the model's reasoning")
+    router_processes: int = Field(
+        1, ge=1, le=64, description="router processes that share the endpoint's port, one core each"
+    )
     prefill_options: dict[str, object] = Field(
         default_factory=dict, description="further fields of the prefill workers' configuration, as JSON"
     )

@@ -26,6 +26,8 @@ from router.faces.rust_front import BACKLOG, RustFront, find
 from router.faces.rust_relay import RustRelay
 from router.faces.switch import Switch
 from router.gateway import Gateway
+from router.processes.place import Place
+from router.processes.siblings import Siblings
 
 
 def arguments(config: RouterConfig) -> Namespace:
@@ -60,14 +62,20 @@ def arguments(config: RouterConfig) -> Namespace:
 class Front:
     """The application and what is behind it. `open` and `close` frame its life, on the event loop that serves it."""
 
-    def __init__(self, dispatcher: Dispatcher, args: Namespace, vllm_config: Any) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, args: Namespace, vllm_config: Any, place: Place | None = None
+    ) -> None:
+        """`place`: among several processes."""
         self.dispatcher = dispatcher
+        self._place = place
+        self.siblings: Siblings | None = None
         self._args = args
         self._vllm_config = vllm_config
         self._llm: Any = None
         self.switch = Switch(dispatcher)
         self.rust: RustFront | None = None
         self.grpc: GrpcServer | None = None
+        self.gateway: Gateway | None = None
 
     async def open(self) -> Gateway:
         """Build the application and start the dispatcher."""
@@ -85,21 +93,38 @@ class Front:
                 model=config.model.resolve(),
                 name=name,
                 max_model_len=config.max_model_len,
-                listener=_listener(config.host, config.rust_port) if config.rust_port else None,
+                listener=self._rust_listener(),
             )
             self.rust.start()
             app = RustRelay(lean, self.rust)
-        gateway = Gateway(app, self.dispatcher)
+        place = self._place
+        if place is not None:
+            self.siblings = Siblings(place.index, place.processes, place.folder)
+            await self.siblings.start()
+        gateway = self.gateway = Gateway(app, self.dispatcher, place, self.siblings)
         if config.grpc_port >= 0:
-            self.grpc = GrpcServer(gateway, name, lambda: bool(self.dispatcher.roster.ready("decode")))
+            self.grpc = GrpcServer(
+                gateway,
+                name,
+                lambda: bool(self.dispatcher.roster.ready("decode")),
+                shared=place is not None,
+            )
             try:
                 await self.grpc.start(config.host, config.grpc_port, _credentials(config))
             except OSError as error:
                 raise CannotServe(
                     f"grpc_port {config.grpc_port}: {error}; choose another with --grpc-port"
                 ) from error
-            print(f"GRPC {config.host}:{self.grpc.port}", flush=True)
+            if place is None:
+                print(f"GRPC {config.host}:{self.grpc.port}", flush=True)
         return gateway
+
+    def _rust_listener(self) -> socket.socket | None:
+        """The Rust front end's own port, where it has one; several processes share their parent's."""
+        config, place = self.dispatcher.config, self._place
+        if not config.rust_port:
+            return None
+        return rust_listener(config.host, config.rust_port) if place is None else place.rust_listener
 
     async def failed(self) -> str:
         """Return why nothing can be answered any more, once that is so: vLLM's detokenizing task has ended."""
@@ -113,12 +138,14 @@ class Front:
             await self.grpc.close()
         if self.rust is not None:
             await self.rust.close()
+        if self.siblings is not None:
+            await self.siblings.close()
         await self.dispatcher.close()
         if self._llm is not None:
             self._llm.shutdown()
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def rust_listener(host: str, port: int) -> socket.socket:
     """The Rust front end's own port. Raises CannotServe."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

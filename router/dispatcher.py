@@ -291,6 +291,7 @@ class Dispatcher:
             timeout=timeout,
             history=flight.history if stage is Stage.DECODE else (),
             traceparent=flight.spans.leg(stage.value, link.worker_id),
+            work=work + (policy.held_as_work(flight.prompt.state_bytes) if stage is Stage.DECODE else 0),
         )
         link.send(pb.ToWorker(add=add))
         self._enter(flight, link, leg, work, stage)

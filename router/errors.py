@@ -11,6 +11,10 @@ class CannotServe(RuntimeError):
     """The router cannot start with this configuration or this vLLM; the message is for the operator."""
 
 
+class Failed(Exception):
+    """The router cannot start, or cannot go on; the message is for the operator."""
+
+
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The JSON body of an error; its type is the status in words, as vLLM names it: BadRequestError, NotFoundError."""
     kind = HTTPStatus(status).phrase.replace(" ", "") + "Error"

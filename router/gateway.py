@@ -24,6 +24,7 @@ import re
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
@@ -32,6 +33,9 @@ from router.dispatcher import MAX_FLIGHTS, Dispatcher
 from router.errors import error_body
 from router.observe import name_request
 from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
+from router.processes.merge import whole_health
+from router.processes.place import Place
+from router.processes.siblings import Siblings
 from router.route_header import naming_routes
 from router.ui import StatusPage
 
@@ -135,19 +139,34 @@ def serves(path: str) -> bool:
 class Gateway:
     """See the module's description."""
 
-    def __init__(self, app: App, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        app: App,
+        dispatcher: Dispatcher,
+        place: Place | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        """`place` and `siblings`: among several processes, which share limits and answer for each other."""
         self._app = app
         self._dispatcher = dispatcher
         self._config = config = dispatcher.config
-        self._keys = KeyRing.read(config.api_keys) if config.api_keys else KeyRing()
+        self._siblings = siblings
+        if place is not None:
+            self._keys = place.keys
+        else:
+            self._keys = KeyRing.read(config.api_keys) if config.api_keys else KeyRing()
         self.door = Door(
             lambda: math.ceil(config.slots_per_seq * dispatcher.decode_slots),
             config.max_queued,
             config.ttft_slo,
             max(0.1, config.worker_wait),
+            share=place.seat if place is not None else None,
         )
         self._under_way = 0
-        self._page = StatusPage(dispatcher)
+        self._page = StatusPage(dispatcher, siblings)
+        if siblings is not None:
+            siblings.answers["health"] = lambda _: self._own_health()
+            siblings.answers["trace"] = dispatcher.traces.find
         dispatcher.roster.on_change = self.door.pump
         dispatcher.metrics.queued.set_function(lambda: self.door.queued)
         dispatcher.metrics.inside.set_function(lambda: self.door.inside)
@@ -167,6 +186,8 @@ class Gateway:
             await self._page(send, method, path, key is not None)
         elif key is None and path not in OPEN:
             await self._refuse(send, 401, _UNKNOWN_KEY)
+        elif path == "/metrics" and self._siblings is not None and method in _READ:
+            await self._metrics(send, self._siblings)
         elif path.startswith(_TRACE) and method == "GET":
             await self._trace(send, unquote(path[len(_TRACE) :]))
         elif not serves(path):
@@ -195,8 +216,15 @@ class Gateway:
     # ---- answered here
 
     async def _health(self, send: Send) -> None:
+        content = self._own_health()
+        if self._siblings is not None:
+            others = await self._siblings.ask("health")
+            content = whole_health(content, others, self._siblings.processes)
+        await answer(send, 503 if content["status"] == "unavailable" else 200, content)
+
+    def _own_health(self) -> dict[str, Any]:
         report = self._dispatcher.roster.report()
-        content = {
+        return {
             "status": report["status"],
             "model": self._config.model_name,
             "placement": self._config.placement,
@@ -204,10 +232,21 @@ class Gateway:
             "queued": self.door.queued,
             **report,
         }
-        await answer(send, 503 if report["status"] == "unavailable" else 200, content)
+
+    @staticmethod
+    async def _metrics(send: Send, siblings: Siblings) -> None:
+        body = await siblings.metrics()
+        headers = [
+            (b"content-type", CONTENT_TYPE_LATEST.encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _trace(self, send: Send, request_id: str) -> None:
         trace = self._dispatcher.traces.find(request_id)
+        if trace is None and self._siblings is not None:
+            trace = next(iter(await self._siblings.ask("trace", request_id)), None)
         if trace is None:
             await self._refuse(send, 404, f"no recent request has the id {request_id!r}")
         else:

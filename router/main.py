@@ -30,10 +30,13 @@ from deltaserve.config import LogConfig, RouterConfig
 from deltaserve.membership import Membership
 from deltaserve.model_check import ModelError, read_facts
 from deltaserve.telemetry import configure_logging, tracing
-from router.errors import CannotServe
+from router.admission.keys import KeysInvalid
+from router.errors import CannotServe, Failed
+from router.processes import start
 
 if TYPE_CHECKING:
     from router.app import Front
+    from router.processes.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +45,8 @@ DRAIN_SECONDS = 2.0
 """How long requests in flight may go on after the signal to stop."""
 HTTP_SECONDS = 3
 """How long connections may take to end, the drain included."""
+_STARTED_AS = os.getpid()
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model")
-
-
-class Failed(Exception):
-    """The router cannot start, or cannot go on; the message is for the operator."""
 
 
 def run(config: RouterConfig, membership: Callable[[], Membership] | None = None) -> int:
@@ -58,16 +58,21 @@ def run(config: RouterConfig, membership: Callable[[], Membership] | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the event loop takes it over
     try:
         _check_model(config)
-        _check_tls(config)
-        listener = _listen(config)
-    except (Failed, ModelError) as error:
+        if config.processes > 1:
+            start.check(config, _check_tls)
+            listeners = start.listen(config, _listen)
+        else:
+            _check_tls(config)
+            listeners = [_listen(config)]
+    except (Failed, ModelError, KeysInvalid) as error:
         return _failed(str(error))
     try:
-        _serve(config, membership or _etcd(config), listener)
+        _serve(config, membership or _etcd(config), listeners)
     except Failed as error:
         return _failed(str(error))
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything has been given back. The interpreter's own end would take seconds, and compiled extensions complain.
@@ -91,6 +96,8 @@ def _failed(message: str) -> int:
 
 
 def _stage(text: str) -> None:
+    if os.getpid() != _STARTED_AS:
+        return  # one of several processes; the parent says where they are
     print(f"STAGE {text}", flush=True)
 
 
@@ -140,12 +147,15 @@ def _check_tls(config: RouterConfig) -> None:
         ) from error
 
 
-def _listen(config: RouterConfig) -> socket.socket:
+def _listen(config: RouterConfig, shared: bool = False) -> socket.socket:
+    """The endpoint's socket. `shared`: one of several on the port. Raises Failed."""
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Inherited by what is accepted. The second: what a client does not acknowledge for so long ends its connection,
         # also when all of an answer has been written and nobody waits for it any more.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -162,7 +172,9 @@ def _listen(config: RouterConfig) -> socket.socket:
     return listener
 
 
-def _serve(config: RouterConfig, membership: Callable[[], Membership], listener: socket.socket) -> None:
+def _serve(
+    config: RouterConfig, membership: Callable[[], Membership], listeners: list[socket.socket]
+) -> None:
     _stage("importing vLLM")
     try:
         from router import core_client
@@ -183,7 +195,21 @@ def _serve(config: RouterConfig, membership: Callable[[], Membership], listener:
     except (ValueError, OSError, ImportError) as error:
         text = " ".join(str(error).split())
         raise Failed(f"model {config.model}: {type(error).__name__}: {text}") from error
-    uvloop.run(_main(config, membership, listener, args, vllm_config))
+    if config.processes == 1:
+        uvloop.run(_main(config, membership, listeners[0], args, vllm_config))
+        return
+
+    def child(place: Place, config: RouterConfig) -> int:
+        try:
+            uvloop.run(_main(config, membership, place.listener, args, vllm_config, place))
+        except Failed as error:
+            place.tell(f"error {error}")
+            return 1
+        return 0
+
+    from router import gateway, worker_link  # noqa: F401  # read once, before the processes part
+
+    start.serve(config, listeners, child, lambda: _announce(config, listeners[0]))
 
 
 async def _main(
@@ -192,6 +218,7 @@ async def _main(
     listener: socket.socket,
     args: Any,
     vllm_config: Any,
+    place: Place | None = None,
 ) -> None:
     from router.app import Front
     from router.dispatcher import Dispatcher
@@ -206,7 +233,7 @@ async def _main(
     register = membership()
     dispatcher = Dispatcher(config, register)
     dispatcher.roster.dial = Dial.of(config)
-    front = Front(dispatcher, args, vllm_config)
+    front = Front(dispatcher, args, vllm_config, place)
     _stage("joining the cluster")
     try:
         try:
@@ -215,7 +242,7 @@ async def _main(
             raise Failed(str(error)) from error
         _configure_logging(config.log)  # libraries of vLLM's have set levels of their own
         if not stop.is_set():
-            await _http(Observed(application, front.dispatcher), listener, stop, front)
+            await _http(Observed(application, front.dispatcher), listener, stop, front, place)
     finally:
         await asyncio.to_thread(tracing.shut_down)
         await front.close()
@@ -233,6 +260,25 @@ def _make_server(application: Any, announce: Callable[[], None], config: RouterC
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             announce()
+
+        async def accept(self, listener: socket.socket) -> Callable[[], None]:
+            """Serve a further listening socket; what is returned ends that, and leaves its connections."""
+            config = self.config
+            server = await asyncio.get_running_loop().create_server(
+                lambda: config.http_protocol_class(  # type: ignore[call-arg]
+                    config=config, server_state=self.server_state, app_state=self.lifespan.state
+                ),
+                sock=listener,
+                ssl=config.ssl,
+                backlog=BACKLOG,
+            )
+            self.servers.append(server)
+
+            def end() -> None:
+                self.servers.remove(server)
+                server.close()
+
+            return end
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -255,13 +301,24 @@ def _make_server(application: Any, announce: Callable[[], None], config: RouterC
     )
 
 
-async def _http(application: Any, listener: socket.socket, stop: asyncio.Event, front: Front) -> None:
+def _announce(config: RouterConfig, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.tls_cert is None else "https"
+    print(f"READY {scheme}://{bracketed(host)}:{port}", flush=True)
+
+
+async def _http(
+    application: Any, listener: socket.socket, stop: asyncio.Event, front: Front, place: Place | None
+) -> None:
     def announce() -> None:
         gc.collect()
         gc.freeze()
-        host, port = listener.getsockname()[:2]
-        scheme = "http" if config.tls_cert is None else "https"
-        print(f"READY {scheme}://{bracketed(host)}:{port}", flush=True)
+        if place is None:
+            _announce(config, listener)
+        else:
+            assert front.gateway is not None
+            place.follow(server.accept, front.gateway.door.pump)
+            place.tell("ready")
 
     config = front.dispatcher.config
     server = _make_server(application, announce, config)

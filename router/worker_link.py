@@ -120,6 +120,11 @@ class WorkerLink:
         """Requests that this router has on the worker."""
         return len(self.legs)
 
+    @property
+    def others(self) -> int:
+        """Tokens that other routers have given this worker, when it last said so: about a second ago, at most."""
+        return self.load.others
+
     def state_bytes_of(self, tokens: int) -> int:
         """Bytes of the state after `tokens` tokens; 0: the worker has not said what it holds."""
         return self.description.state_bytes + self.description.token_bytes * max(0, tokens)

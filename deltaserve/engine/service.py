@@ -294,7 +294,7 @@ class WorkerService(WorkerServicer):
                 if left <= 0:
                     # Also while steps flow: they say nothing about what waits, or how full the cache is.
                     due = self._loop.time() + STATUS_SECONDS
-                    yield pb.FromWorker(status=self._status())
+                    yield pb.FromWorker(status=self._status(stream))
                     continue
                 try:
                     message = await asyncio.wait_for(stream.queue.get(), left)
@@ -350,7 +350,8 @@ class WorkerService(WorkerServicer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _status(self) -> pb.WorkerLoad:
+    def _status(self, stream: RouterStream) -> pb.WorkerLoad:
+        """The load as one router is told it, which counts its own requests itself."""
         assert self._host is not None
         scheduler = self._host.core.scheduler
         running, waiting = scheduler.get_request_counts()
@@ -360,6 +361,9 @@ class WorkerService(WorkerServicer):
             kv_usage=scheduler.get_kv_cache_usage(),
             queued_tokens=self.queued_tokens,
             handoffs=self._board.messages(),
+            others=sum(
+                job.add.work for other in self._streams if other is not stream for job in other.jobs.values()
+            ),
         )
 
     async def close(self) -> None:

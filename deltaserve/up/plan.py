@@ -200,6 +200,7 @@ def _router(config: ClusterConfig, ports: Ports) -> RouterConfig:
         "served_model_name": config.model_name,
         "host": config.host,
         "port": ports.router,
+        "processes": config.router_processes,
         "max_model_len": config.max_model_len,
         "placement": config.placement,
         "handover_min_tokens": config.handover_min_tokens,

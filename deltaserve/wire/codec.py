@@ -89,11 +89,12 @@ def encode_add(
     timeout: float = 0.0,
     history: Sequence[int] = (),
     traceparent: str = "",
+    work: int = 0,
 ) -> pb.Add:
     """The `Add` of one leg of a request (at most one of `publish` and `load`); `sampling` from `encode_sampling`.
 
     `history`: tokens of the answer that exist already, for a request that is resumed. `traceparent`: of the span that
-    the worker's spans belong below. The request goes by the name that the client knows it by.
+    the worker's spans belong below. `work`: tokens that it counts as. The request goes by the name that the client knows it by.
     """
     return pb.Add(
         id=leg,
@@ -112,6 +113,7 @@ def encode_add(
         if request.reasoning_parser_kwargs
         else b"",
         traceparent=traceparent,
+        work=work,
     )
 
 

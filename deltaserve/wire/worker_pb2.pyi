@@ -69,7 +69,7 @@ class Bundle(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ToWorker, _Mapping]]] = ...) -> None: ...
 
 class Add(_message.Message):
-    __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout", "history", "traceparent", "reasoning_ended", "reasoning")
+    __slots__ = ("id", "request_id", "prompt", "sampling", "priority", "cache_salt", "arrival", "publish", "load", "timeout", "history", "traceparent", "reasoning_ended", "reasoning", "work")
     ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class Add(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     REASONING_ENDED_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     id: int
     request_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -98,7 +99,8 @@ class Add(_message.Message):
     traceparent: str
     reasoning_ended: bool
     reasoning: bytes
-    def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ..., history: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., reasoning_ended: _Optional[bool] = ..., reasoning: _Optional[bytes] = ...) -> None: ...
+    work: int
+    def __init__(self, id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[bytes] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., arrival: _Optional[float] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., timeout: _Optional[float] = ..., history: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., reasoning_ended: _Optional[bool] = ..., reasoning: _Optional[bytes] = ..., work: _Optional[int] = ...) -> None: ...
 
 class Publish(_message.Message):
     __slots__ = ("preferred_segment", "pack_dcp", "pack_interleave", "early")
@@ -215,18 +217,20 @@ class Loaded(_message.Message):
     def __init__(self, id: _Optional[int] = ..., from_store: _Optional[int] = ..., local: _Optional[int] = ..., failure: _Optional[str] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "queued_tokens", "handoffs")
+    __slots__ = ("running", "waiting", "kv_usage", "queued_tokens", "handoffs", "others")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_usage: float
     queued_tokens: int
     handoffs: _containers.RepeatedCompositeFieldContainer[Handoff]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., handoffs: _Optional[_Iterable[_Union[Handoff, _Mapping]]] = ...) -> None: ...
+    others: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., handoffs: _Optional[_Iterable[_Union[Handoff, _Mapping]]] = ..., others: _Optional[int] = ...) -> None: ...
 
 class Handoff(_message.Message):
     __slots__ = ("request_id", "stage", "boundary", "tokens", "age", "took", "state", "outcome", "ranks")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from router.admission.fair_queue import FairQueue
 from router.admission.keys import Key
 from router.admission.pace import Pace
+from router.admission.share import Counts, Share
 
 MAX_TRACKED = 4096
 """Keys without a request of which the rate is remembered."""
@@ -40,19 +41,11 @@ class _Waiting:
     deadline: float
 
 
-@dataclass
-class _Counts:
-    running: int = 0
-    tokens: float = 0.0
-    """Of the rate's bucket; one a request, at most a second's worth."""
-    filled: float = 0.0
-
-
 class Permit:
     """A slot; `leave` gives it back, once however often it is called."""
 
-    def __init__(self, door: Door, key: Key, cost: float, entered: float) -> None:
-        self._door, self.key, self.cost, self.entered = door, key, cost, entered
+    def __init__(self, door: Door, key: Key, cost: float, entered: float, counts: Counts) -> None:
+        self._door, self.key, self.cost, self.entered, self.counts = door, key, cost, entered, counts
         self._first = self._left = False
 
     def first_byte(self) -> None:
@@ -78,15 +71,18 @@ class Door:
         slo: float = 0.0,
         nobody_wait: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
+        share: Share | None = None,
     ) -> None:
-        """`slo`: seconds to the first token for requests that name no deadline; 0: none. `nobody_wait`: seconds."""
+        """`slo`: seconds to the first token for requests that name no deadline; 0: none. `nobody_wait`: seconds.
+        `share`: with the doors of other processes."""
         self._slots, self._max_queued, self._slo, self.clock = slots, max_queued, slo, clock
         self._nobody_wait = nobody_wait
         self._nobody_timer: asyncio.TimerHandle | None = None
         self.pace = Pace()
         self.inside = 0
         self._queue: FairQueue[_Waiting] = FairQueue()
-        self._counts: dict[str, _Counts] = {}
+        self._share = share or Share()
+        self._counts: dict[str, Counts] = {}
 
     @property
     def queued(self) -> int:
@@ -106,15 +102,16 @@ class Door:
         try:
             limit = deadline if deadline is not None else self._slo or math.inf
             urgency = max(key.priority, key.priority if priority is None else priority)
-            if self.inside >= self._slots() or self._queue:
+            if self._queue or not self._share.room(self.inside, self._slots()):
                 await self._wait(key, cost, urgency, limit, now)
             else:
                 self._in_time(0.0, limit)
                 self.inside += 1
+                self._note()
         except BaseException:
-            counts.running -= 1
+            counts.add(-1)
             raise
-        return Permit(self, key, cost, self.clock())
+        return Permit(self, key, cost, self.clock(), counts)
 
     def pump(self) -> None:
         """Let in what there is room for; to be called when workers have come or gone."""
@@ -122,10 +119,10 @@ class Door:
         if not self._slots() and self._queue and self._nobody_timer is None:
             loop = asyncio.get_running_loop()
             self._nobody_timer = loop.call_later(self._nobody_wait, self._nobody)
-        while self.inside < self._slots():
+        while self._share.room(self.inside, self._slots()):
             waiting = self._queue.pop()
             if waiting is None:
-                return
+                break
             if waiting.future.done():
                 continue
             if now + self.pace.first_token > waiting.deadline:
@@ -133,37 +130,48 @@ class Door:
                 waiting.future.set_exception(self._late(0.0, waiting.deadline - now))
                 continue
             self.inside += 1
+            self._note()
             waiting.future.set_result(None)
+        self._note()
+        self._share.freed(self._slots())
 
     # ---- inside
 
-    def _admit(self, key: Key, now: float) -> _Counts:
+    def _note(self) -> None:
+        self._share.note(self.inside, len(self._queue))
+
+    def _admit(self, key: Key, now: float) -> Counts:
         """Count a request of a key. Raises Refused when the key has reached a limit of its own."""
         counts = self._counts.get(key.name)
         if counts is None:
             if len(self._counts) >= MAX_TRACKED:
                 self._counts = {name: held for name, held in self._counts.items() if held.running}
-            counts = self._counts[key.name] = _Counts(tokens=max(1.0, key.requests_per_second), filled=now)
-        if key.concurrency and counts.running >= key.concurrency:
-            raise Refused(429, f"{key.name} has {counts.running} requests under way, its limit", 1)
+            counts = self._counts[key.name] = self._share.counts(key.name)
         rate = key.requests_per_second
-        if rate:
-            counts.tokens = min(max(1.0, rate), counts.tokens + (now - counts.filled) * rate)
-            counts.filled = now
-            if counts.tokens < 1:
-                wait = math.ceil((1 - counts.tokens) / rate)
-                raise Refused(429, f"{key.name} may send {rate:g} requests a second", wait)
-            counts.tokens -= 1
-        counts.running += 1
+        if not rate and not key.concurrency:
+            counts.add(1)
+            return counts
+        with counts.locked():
+            if key.concurrency and (running := counts.everywhere) >= key.concurrency:
+                raise Refused(429, f"{key.name} has {running} requests under way, its limit", 1)
+            if rate:
+                tokens = counts.refill(rate, now)
+                if tokens < 1:
+                    counts.keep(tokens, now)
+                    wait = math.ceil((1 - tokens) / rate)
+                    raise Refused(429, f"{key.name} may send {rate:g} requests a second", wait)
+                counts.keep(tokens - 1, now)
+            counts.add(1)
         return counts
 
     async def _wait(self, key: Key, cost: float, priority: int, limit: float, now: float) -> None:
-        if len(self._queue) >= self._max_queued:
+        if (queued := self._share.queued(len(self._queue))) >= self._max_queued:
             wait = self.pace.wait(self._queue.cost)
-            raise Refused(429, f"{len(self._queue)} requests wait already", max(1, math.ceil(wait)))
+            raise Refused(429, f"{queued} requests wait already", max(1, math.ceil(wait)))
         self._in_time(self._queue.ahead(key, priority) + cost if self._slots() else 0.0, limit)
         waiting = _Waiting(asyncio.get_running_loop().create_future(), now + limit)
         self._queue.push(waiting, key, cost, priority)
+        self._note()  # before another look for room: who frees a place meanwhile sees that somebody waits
         self.pump()
         try:
             async with asyncio.timeout(None if limit == math.inf else limit):
@@ -191,7 +199,8 @@ class Door:
         given = waiting.future.done() and not waiting.future.cancelled() and not waiting.future.exception()
         if not self._queue.remove(waiting) and given:
             self.inside -= 1
-            self.pump()
+        self._note()
+        self.pump()
 
     def _in_time(self, ahead: float, limit: float) -> None:
         predicted = self.pace.until_first_token(ahead)
@@ -206,6 +215,6 @@ class Door:
 
     def _leave(self, permit: Permit) -> None:
         self.inside -= 1
-        self._counts[permit.key.name].running -= 1
+        permit.counts.add(-1)
         self.pace.left(permit.cost, self.clock(), bool(self._queue))
         self.pump()

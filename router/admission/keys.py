@@ -48,6 +48,11 @@ class KeyRing:
         """`keys`: secret and key, by name."""
         self._keys = [(_digest(secret), key) for secret, key in (keys or {}).values()]
 
+    @property
+    def limited(self) -> list[str]:
+        """Names of the keys that have limits of their own."""
+        return [key.name for _, key in self._keys if key.concurrency or key.requests_per_second]
+
     @classmethod
     def read(cls, path: Path) -> KeyRing:
         """Raises KeysInvalid when the file is not there, is not what it should be, or two names share a secret."""

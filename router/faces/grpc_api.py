@@ -265,9 +265,10 @@ class Health(health_pb2_grpc.HealthServicer):
 class GrpcServer:
     """The port. `start` and `close` frame its life."""
 
-    def __init__(self, app: App, model: str, serving: Callable[[], bool]) -> None:
+    def __init__(self, app: App, model: str, serving: Callable[[], bool], shared: bool = False) -> None:
+        """`shared`: several processes listen on the port."""
         self.port = 0
-        self._server: Any = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server: Any = grpc.aio.server(options=[("grpc.so_reuseport", int(shared))])
         add_InferenceServicer_to_server(Inference(app, model), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(serving), self._server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), self._server)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.policy.base import Choice, Policy, Prompt, Worker
+from router.policy.base import Choice, Policy, Prompt, Worker, held_as_work
 from router.policy.least import Least
 from router.policy.prefix import PrefixAware
 from router.policy.price import Price
 
-__all__ = ["POLICIES", "Choice", "Policy", "Prompt", "Worker", "make"]
+__all__ = ["POLICIES", "Choice", "Policy", "Prompt", "Worker", "held_as_work", "make"]
 
 POLICIES: dict[str, Callable[[int], Policy]] = {"least": Least, "prefix": PrefixAware, "price": Price}
 

@@ -31,6 +31,10 @@ class Worker(Protocol):
     """Bytes of boundaries that its running requests hold."""
 
     @property
+    def others(self) -> int:
+        """Tokens that other routers have given it."""
+
+    @property
     def worker_id(self) -> str: ...
 
     @property
@@ -142,7 +146,12 @@ def works(workers: Sequence[Worker]) -> list[float]:
 
     Lists rather than a function of a worker, here and in `lowest`: a thousand workers are priced within a millisecond.
     """
-    return [worker.outstanding + worker.state_bytes * _TOKENS_PER_BYTE for worker in workers]
+    return [worker.outstanding + worker.others + worker.state_bytes * _TOKENS_PER_BYTE for worker in workers]
+
+
+def held_as_work(state_bytes: int) -> int:
+    """Tokens that state held for others counts as."""
+    return state_bytes // STATE_TOKEN_BYTES
 
 
 def lowest(workers: Sequence[W], prices: Sequence[float]) -> tuple[W | None, float]:

@@ -17,6 +17,7 @@ from starlette.types import Send
 
 from router.dispatcher import Dispatcher
 from router.errors import error_body
+from router.processes.siblings import Siblings
 from router.ui.state import Snapshots
 
 STATIC = Path(__file__).with_name("static")
@@ -40,8 +41,11 @@ _SAFE = (
 class StatusPage:
     """See the module's description. Answers everything under /ui."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, siblings: Siblings | None = None) -> None:
         self._snapshots = Snapshots(dispatcher)
+        self._siblings = siblings
+        if siblings is not None:
+            siblings.answers["state"] = lambda _: self._snapshots.part()
         self._files = {path: ((STATIC / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
 
     @staticmethod
@@ -61,7 +65,8 @@ class StatusPage:
         elif not allowed:
             await _error(send, 401, "the state needs an API key: send it as `Authorization: Bearer KEY`")
         else:
-            body = json.dumps(self._snapshots.now()).encode()
+            others = await self._siblings.ask("state") if self._siblings is not None else []
+            body = json.dumps(self._snapshots.now(others)).encode()
             await _send(send, 200, body, "application/json", empty=method == "HEAD")
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from deltaserve import __version__
 from deltaserve.config import Role
 from deltaserve.telemetry.logs import request_of
 from router.dispatcher import Dispatcher
+from router.processes.merge import add_workers
 from router.roster import ROLES
 from router.trace import Trace
 from router.worker_link import WorkerLink
@@ -27,6 +29,7 @@ WINDOW = 300.0
 BUCKET = 5.0
 """Seconds of one point of the curves."""
 SHORTEST = 0.25
+OUTCOMES = ("finished", "aborted", "error")
 RECENT = 40
 """Requests listed."""
 FAULTS = 100
@@ -71,6 +74,17 @@ class _Rates:
     requests_rate: float = 0.0
 
 
+class _Seen(NamedTuple):
+    """What curves and counts need of a request of another process; the names are those of a Trace."""
+
+    arrival: float
+    first_token_after: float | None
+    tpot: float | None
+    ended_after: float | None
+    route: str
+    resumes: int
+
+
 class Snapshots:
     """Makes the documents. Belongs to the dispatcher's event loop."""
 
@@ -84,18 +98,34 @@ class Snapshots:
         for name in ("router", "deltaserve"):
             logging.getLogger(name).addHandler(self.fault_log)
 
-    def now(self) -> dict[str, Any]:
-        """The document; one that is younger than SHORTEST serves again."""
+    def now(self, others: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The document; one that is younger than SHORTEST serves again. `others`: parts of other processes."""
         if time.monotonic() - self._made >= SHORTEST:
-            self._last = self._make()
+            self._last = self._make(others)
             self._made = time.monotonic()
         return self._last
 
-    def _make(self) -> dict[str, Any]:
+    def part(self) -> dict[str, Any]:
+        """What another process needs of this one for a document about both."""
+        now = time.time()
+        traces = self._dispatcher.traces.recent()
+        lately = [trace for trace in traces if now - trace.arrival < WINDOW]
+        return {
+            "counts": self._counts(),
+            "lately": [tuple(getattr(trace, name) for name in _Seen._fields) for trace in lately],
+            "pools": {role: [_worker(link) for link in self._links(role)] for role in ROLES},
+            "recent": self._recent(traces[:RECENT], now),
+            "faults": self._faults(lately),
+        }
+
+    def _make(self, others: Sequence[dict[str, Any]]) -> dict[str, Any]:
         dispatcher, now = self._dispatcher, time.time()
         report = dispatcher.roster.report()
         traces = dispatcher.traces.recent()
-        lately = [trace for trace in traces if now - trace.arrival < WINDOW]
+        own = [trace for trace in traces if now - trace.arrival < WINDOW]
+        lately: list[Trace | _Seen] = [*own, *(_Seen(*seen) for part in others for seen in part["lately"])]
+        recent = [*self._recent(traces[:RECENT], now), *(one for part in others for one in part["recent"])]
+        faults = [*self._faults(own), *(fault for part in others for fault in part["faults"])]
         config = dispatcher.config
         return {
             "time": now,
@@ -106,32 +136,50 @@ class Snapshots:
             "policy": dispatcher.policy.name,
             "status": report["status"],
             "missing": report["missing"],
-            "requests": self._requests(lately),
+            "requests": self._requests(lately, [self._counts(), *(part["counts"] for part in others)]),
             "latency": {
                 "window": WINDOW,
                 "ttft": _summary([t.first_token_after for t in lately if t.first_token_after is not None]),
                 "tpot": _summary([tpot for t in lately if (tpot := t.tpot) is not None]),
                 "curve": _curve(lately, now),
             },
-            "pools": {role: [_worker(link) for link in self._links(role)] for role in ROLES},
+            "pools": {
+                role: add_workers(
+                    [_worker(link) for link in self._links(role)], [part["pools"][role] for part in others]
+                )
+                for role in ROLES
+            },
             "boundaries": self._boundaries(),
             "choices": _choices(lately),
-            "recent": self._recent(traces[:RECENT], now),
-            "faults": self._faults(lately),
+            "recent": sorted(recent, key=lambda one: one["age"])[:RECENT],
+            "faults": sorted(faults, key=lambda fault: -fault["time"])[:FAULTS],
         }
 
     def _links(self, role: Role) -> list[WorkerLink]:
         return sorted(self._dispatcher.roster.links(role), key=lambda link: link.worker_id)
 
-    def _requests(self, lately: list[Trace]) -> dict[str, Any]:
-        metrics, rates = self._dispatcher.metrics, self._rates
-        value = metrics.registry.get_sample_value
+    def _counts(self) -> dict[str, float]:
+        """Of this process alone."""
+        value = self._dispatcher.metrics.registry.get_sample_value
         tokens = value("deltaserve_router_tokens_total") or 0.0
-        tokens += sum(flight.tokens_sent for flight in self._dispatcher.flights)
-        ended = {
-            outcome: int(value("deltaserve_router_requests_total", {"outcome": outcome}) or 0)
-            for outcome in ("finished", "aborted", "error")
+        return {
+            "tokens": tokens + sum(flight.tokens_sent for flight in self._dispatcher.flights),
+            "in_flight": self._dispatcher.in_flight,
+            "inside": value("deltaserve_router_inside") or 0,
+            "queued": value("deltaserve_router_queued") or 0,
+            **{
+                outcome: value("deltaserve_router_requests_total", {"outcome": outcome}) or 0
+                for outcome in OUTCOMES
+            },
         }
+
+    def _requests(
+        self, lately: Sequence[Trace | _Seen], counts: Sequence[dict[str, float]]
+    ) -> dict[str, Any]:
+        rates = self._rates
+        total = {name: sum(one[name] for one in counts) for name in counts[0]}
+        tokens = total["tokens"]
+        ended = {outcome: int(total[outcome]) for outcome in OUTCOMES}
         passed = time.monotonic() - rates.at
         if passed >= 1:
             self._rates = _Rates(
@@ -142,9 +190,9 @@ class Snapshots:
                 max(0.0, sum(ended.values()) - rates.requests) / passed,
             )
         return {
-            "in_flight": self._dispatcher.in_flight,
-            "inside": int(value("deltaserve_router_inside") or 0),
-            "queued": int(value("deltaserve_router_queued") or 0),
+            "in_flight": int(total["in_flight"]),
+            "inside": int(total["inside"]),
+            "queued": int(total["queued"]),
             "ended": ended,
             "resumed": sum(trace.resumes for trace in lately),
             "tokens_per_second": round(self._rates.tokens_rate, 1),
@@ -238,7 +286,7 @@ def _summary(values: list[float]) -> dict[str, Any]:
     }
 
 
-def _curve(lately: list[Trace], now: float) -> list[dict[str, Any]]:
+def _curve(lately: Sequence[Trace | _Seen], now: float) -> list[dict[str, Any]]:
     """Medians by the time of the first token (TTFT) and of the end (TPOT), oldest point first."""
     points = int(WINDOW // BUCKET)
     ttft: list[list[float]] = [[] for _ in range(points)]
@@ -267,7 +315,7 @@ def _median(values: list[float]) -> float | None:
     return round(sorted(values)[len(values) // 2], 6) if values else None
 
 
-def _choices(lately: list[Trace]) -> dict[str, int]:
+def _choices(lately: Sequence[Trace | _Seen]) -> dict[str, int]:
     """How often each way was taken: `handover`, or the reason for computing the prompt on its decode worker."""
     found: Counter[str] = Counter()
     for trace in lately:

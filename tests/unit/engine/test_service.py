@@ -146,6 +146,33 @@ async def test_a_busy_worker_says_how_full_it_is(monkeypatch: pytest.MonkeyPatch
         call.cancel()
 
 
+async def test_a_router_is_told_of_the_work_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of others alone: its own it counts itself. What a vanished router had is aborted, and counts no more."""
+    monkeypatch.setattr(service_module, "STATUS_SECONDS", 0.05)
+
+    async def others(call: Any, wanted: int) -> None:
+        async with asyncio.timeout(30):
+            while (await call.read()).status.others != wanted:
+                pass
+
+    async with rig() as r:
+        r.attach()
+        one, other = r.stub.Engine(), r.stub.Engine()
+        for call, legs in ((one, (1, 2)), (other, (1,))):  # the same ids, on two streams
+            for leg in legs:
+                message = add(leg, [5])
+                message.add.work = 100 * leg
+                await call.write(message)
+        await r.added(3)
+        assert len({request.request_id for request in r.host.added}) == 3
+        await others(one, 100)
+        await others(other, 300)
+        one.cancel()
+        await others(other, 0)
+        await until(lambda: len(r.host.aborted) == 2)  # and nothing of the other router's
+        other.cancel()
+
+
 async def test_calls_before_the_engine_is_ready_are_unavailable() -> None:
     async with rig() as r:
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -28,6 +28,7 @@ class Worker:
     outstanding: int = 0
     state_bytes: int = 0
     running: int = 0
+    others: int = 0
 
 
 def prompt(length: int, first: int = 0, **fields: object) -> Prompt:
@@ -35,6 +36,19 @@ def prompt(length: int, first: int = 0, **fields: object) -> Prompt:
 
 
 # ---- what every policy does
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_what_other_routers_have_given_a_worker_counts(name: str) -> None:
+    policy = make(name, 256)
+    busy, idle = Worker("d0", others=5000), Worker("d1", outstanding=1000)
+    choice = policy.choose(prompt(20), [busy, idle], [])
+    assert choice is not None
+    assert choice.decode is idle
+    busy.others = 0  # the control
+    choice = policy.choose(prompt(20), [busy, idle], [])
+    assert choice is not None
+    assert choice.decode is busy
 
 
 @pytest.mark.parametrize("name", POLICIES)
