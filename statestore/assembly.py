@@ -22,6 +22,7 @@ def parts(build: Build) -> Parts:
         connector_events=_listen,
         geometry=_geometry,
         segments=_segments,
+        between_steps=_between_steps,
         membership=_membership,
         build=build,
     )
@@ -45,6 +46,12 @@ def _segments(core: Any) -> list[str]:
     from statestore.connector.worker_half import rank_segment
 
     return [str(name) for name in core.collective_rpc(rank_segment)]
+
+
+def _between_steps(core: Any) -> None:
+    from statestore.connector.at_once import tell
+
+    tell(core)
 
 
 def _membership(config: WorkerConfig) -> EtcdMembership:

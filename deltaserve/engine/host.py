@@ -5,7 +5,8 @@
 
 The core runs in this process (with TP > 1 its executor starts one process a rank), so a worker costs one copy of vLLM's
 Python. Everything that touches the core happens on its thread: OpenMP teams, and vLLM's own state, are bound to it.
-`on_step` is called on the engine thread, once a step that produced something; it must not block.
+`on_step` is called on the engine thread, once a step that produced something, `between_steps` before every step, with
+the core; they must not block.
 
 Private names of vLLM are used here: `EngineCore` and its `step_fn`, `post_step`, `preprocess_add_request`,
 `batch_queue`, `scheduler`. `check_shape` refuses at start a vLLM in which they changed.
@@ -46,11 +47,16 @@ class EngineHost:
     """Owns the engine thread. `start` blocks until the engine is ready or has failed."""
 
     def __init__(
-        self, vllm_config: Any, on_step: Callable[[list[Any]], None], on_failure: Callable[[str], None]
+        self,
+        vllm_config: Any,
+        on_step: Callable[[list[Any]], None],
+        on_failure: Callable[[str], None],
+        between_steps: Callable[[Any], None] = lambda core: None,
     ):
         self._vllm_config = vllm_config
         self._on_step = on_step
         self._on_failure = on_failure
+        self._between_steps = between_steps
         self._inbox: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -180,6 +186,7 @@ class EngineHost:
                 return
             if not (core.scheduler.has_requests() or core.batch_queue):
                 continue
+            self._between_steps(core)
             outputs, executed = core.step_fn()
             produced = [batch for batch in (outputs or {}).values() if batch.outputs]
             if produced:

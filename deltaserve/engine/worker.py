@@ -64,6 +64,8 @@ class Parts:
     """`geometry(vllm_config, kv_cache_config, model_digest)`: the engine's cache."""
     segments: Callable[[Any], list[str]]
     """`segments(engine core)`: the Mooncake segment of every rank."""
+    between_steps: Callable[[Any], None]
+    """`between_steps(engine core)`: what is to be known before a step is planned; on the engine thread, every time."""
     membership: Callable[[WorkerConfig], Membership]
     build: Callable[[str, Any, Callable[[Job], None]], Any]
     """`await build(worker_id, geometry, forget)`: the role."""
@@ -120,7 +122,7 @@ async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
     digest = model_digest(config.model, resolved_dtype(config))
     service = WorkerService()
     parts.connector_events(worker_id, service.on_event)
-    starting = asyncio.ensure_future(_start_engine(config, worker_id, digest, service, failed))
+    starting = asyncio.ensure_future(_start_engine(config, parts, worker_id, digest, service, failed))
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -175,7 +177,12 @@ async def _main(config: WorkerConfig, parts: Parts) -> NoReturn:
 
 
 async def _start_engine(
-    config: WorkerConfig, worker_id: str, digest: str, service: WorkerService, failed: Callable[[str], None]
+    config: WorkerConfig,
+    parts: Parts,
+    worker_id: str,
+    digest: str,
+    service: WorkerService,
+    failed: Callable[[str], None],
 ) -> EngineHost:
     stage("reading the model's configuration")
     began = time.monotonic()
@@ -186,7 +193,7 @@ async def _start_engine(
         args = engine_args(config, connector_config(config, worker_id, digest))
         vllm_config = AsyncEngineArgs(**args).create_engine_config()
         stage("loading the model")
-        host = EngineHost(vllm_config, service.on_step, failed)
+        host = EngineHost(vllm_config, service.on_step, failed, parts.between_steps)
         host.start(START_SECONDS)
         stage("warming up")
         host.warm_up(START_SECONDS)

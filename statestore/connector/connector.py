@@ -103,10 +103,11 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         # The one call that comes before the step's forward pass, in every step.
+        self._rank.start_loads(self._step_metadata().load)
         self._rank.prepare_publishes(self._step_metadata().publish)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._rank.start_loads(self._step_metadata().load)
+        """Nothing: vLLM calls it when the step has been launched, and a load that begins before reads meanwhile."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled only after its load has ended."""
@@ -122,6 +123,10 @@ class DeltaserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._rank.take_reports()
+
+    def ended_well(self) -> tuple[set[str], RankReports | None]:
+        """See `WorkerHalf.ended_well`; ahead of the step that would tell of it (at_once.py)."""
+        return self._rank.ended_well()
 
     def shutdown(self) -> None:
         if self._worker is not None:

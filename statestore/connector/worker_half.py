@@ -145,6 +145,18 @@ class WorkerHalf:
             self._failed.clear()
         return result
 
+    def ended_well(self) -> tuple[set[str], RankReports | None]:
+        """Loads that have succeeded, and their and all publishes' reports, which no step will tell of then."""
+        with self._lock:
+            received = self._received - self._failed
+            publish = self._reports.publish
+            if not received and not publish:
+                return set(), None
+            self._received -= received
+            load = {key: self._reports.load.pop(key) for key in received}
+            self._reports.publish = {}
+        return received, RankReports(publish, load)
+
     def take_reports(self) -> RankReports | None:
         """Reports since the last step; None when there are none."""
         with self._lock:

@@ -37,7 +37,8 @@ class Probe:
     """One engine, and what the tests do with it."""
 
     def __init__(self, chunk: int = CHUNK, ahead: bool = False, **extra: Any) -> None:
-        """`chunk`: most tokens of a step; `ahead`: steps are scheduled one ahead; `extra`: further engine arguments."""
+        """`chunk`: most tokens of a step; `ahead`: steps are scheduled one ahead, and reports told between them;
+        `extra`: further engine arguments."""
         config = WorkerConfig(
             role="prefill",
             model=DEMO,
@@ -53,6 +54,7 @@ class Probe:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         from deltaserve.engine.host import EngineHost
+        from statestore.connector import at_once
         from statestore.connector.describe import geometry_of
         from statestore.connector.events import listen
 
@@ -66,7 +68,10 @@ class Probe:
         vllm_config = AsyncEngineArgs(**args).create_engine_config()
         if ahead:
             steps_ahead.allow(vllm_config)
-        self.host = EngineHost(vllm_config, self._step, lambda reason: self.outputs.put(RuntimeError(reason)))
+        between = {"between_steps": at_once.tell} if ahead else {}
+        self.host = EngineHost(
+            vllm_config, self._step, lambda reason: self.outputs.put(RuntimeError(reason)), **between
+        )
         with mock.patch("statestore.mooncake_pool.MooncakePool", self._pool):
             self.host.start(300)
         core = self.host.core
