@@ -155,6 +155,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(store_ahead, "WRITERS", 3 if many else 1)
     if many:
         monkeypatch.setattr(publishing, "PUT_PIECE", 500)
+        monkeypatch.setattr(publishing, "DEVICE_PIECE", 1100)
         monkeypatch.setattr(publishing, "HEADS_AT_ONCE", 1)
         monkeypatch.setattr(store_ahead, "PUT_PIECE", 500)
 
