@@ -16,7 +16,7 @@ import torch
 from benchmarks.kernels import sides
 from benchmarks.kernels.layers import Layers
 from benchmarks.kernels.timing import copy_bandwidth
-from decode_worker.replay_ssm.gpu_path import choose
+from decode_worker.replay_ssm.gpu_path import KernelConfig, choose
 
 HEADER = (
     "  H   B  T |   write | recover (verify+commit) |  ours | floor | floor/ours | write/ours | recover/ours"
@@ -44,10 +44,7 @@ def point(
     row["two_state_passes_us"] = 2 * layers.state_bytes / bandwidth * 1e6
     config = choose(window)
     if tune:
-        tried = attempt("tune", lambda: sides.tune(layers))
-        if tried:
-            row["tuned"] = [{"us": us, **asdict(c)} for us, c in tried]
-            config = tried[0][1]
+        config = best_cut(row, "tuned", layers) or config
     row["config"] = asdict(config)
     row["ours_us"] = attempt("ReplaySSM", lambda: sides.replay_ssm(layers, config))
     if peers:
@@ -61,8 +58,21 @@ def point(
         torch.cuda.empty_cache()
         turning = Layers(heads, batch, window, ring)
         row["ring_floor_us"] = turning.least_bytes() / bandwidth * 1e6
-        row["ring_us"] = attempt("ring", lambda: sides.replay_ssm(turning))
+        config = choose(turning.records[0].u.shape[2])
+        if tune:
+            config = best_cut(row, "ring_tuned", turning) or config
+        row["ring_config"] = asdict(config)
+        row["ring_us"] = attempt("ring", lambda: sides.replay_ssm(turning, config))
     return row
+
+
+def best_cut(row: dict[str, Any], name: str, layers: Layers) -> KernelConfig | None:
+    """Try every cut of the kernel; print and keep what each took; return the fastest, None if none ran."""
+    tried: list[tuple[float, KernelConfig]] | None = attempt(name, lambda: sides.tune(layers))
+    row[name] = [{"us": us, **asdict(c)} for us, c in tried or []]
+    for us, c in tried or []:
+        print(f"  {us:8.1f} us  warps {c.warps}, registers {c.registers}, stream {c.stream}", flush=True)
+    return tried[0][1] if tried else None
 
 
 def show(row: dict[str, Any]) -> None:
@@ -120,9 +130,7 @@ def main() -> None:
     parser.add_argument("--heads", default="12,24,96")
     parser.add_argument("--batch", default="1,16,32,64,128")
     parser.add_argument("--window", default="8,4,2")
-    parser.add_argument(
-        "--tune", action="store_true", help="try every cut of the kernels at T=8 and take the best"
-    )
+    parser.add_argument("--tune", action="store_true", help="try every cut of the kernels and take the best")
     parser.add_argument(
         "--ring", type=int, default=0, help="also a ring that is flushed at so many accepted tokens"
     )
@@ -153,7 +161,7 @@ def main() -> None:
             window,
             bandwidth,
             not options.no_peers,
-            options.tune and window == 8,
+            options.tune,
             options.ring,
         )
         rows.append(row)

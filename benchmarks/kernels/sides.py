@@ -13,7 +13,13 @@ from benchmarks.kernels.layers import DIM, LOWER_BOUND, Layers
 from benchmarks.kernels.timing import graph_us
 from decode_worker.replay_ssm.gpu_path import KernelConfig, Workspace, advance_window
 
-CUTS = [KernelConfig(), KernelConfig(registers=None), KernelConfig(warps=4, registers=None)]
+CUTS = [
+    KernelConfig(),
+    KernelConfig(warps=4, registers=None),
+    KernelConfig(warps=4, registers=168),
+    KernelConfig(warps=4, registers=168, stream=True),
+    KernelConfig(warps=4, registers=128, stream=True),
+]
 """Cuts of the kernel that ``tune`` tries."""
 
 LAYERS_A_COMMIT = 69

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from decode_worker.replay_ssm.gluon_prepare import window_vectors
+from decode_worker.replay_ssm.gluon_prepare import send_for_state, window_vectors
 
 
 @gluon.jit
@@ -78,9 +78,11 @@ def advance_window(
     H,
     K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, TP: gl.constexpr, WIDTH: gl.constexpr,
     DROP: gl.constexpr, BOUNDED: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr, POLICY: gl.constexpr,
+    STREAM: gl.constexpr, TILES: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
     """One program a (request, head). Arguments as in ``triton_kernels.prepare_window`` and ``advance_state``, but
-    ``weight`` [4, C], K = V, and at most 8 records a row; BV is 16 rows of V a warp."""
+    ``weight`` [4, C], K = V, and at most 8 records a row; BV is 16 rows of V a warp. With STREAM only BV rows of the
+    state lie in shared memory at a time, so that more programs fit on a multiprocessor."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, NW], [1, 0])
     M: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, NW], [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
@@ -94,6 +96,8 @@ def advance_window(
     R: gl.constexpr = 2 * TP
     C: gl.constexpr = 32
     NV: gl.constexpr = V // BV
+    RESIDENT: gl.constexpr = 1 if STREAM else NV
+    MOST: gl.constexpr = DEEP if TILES == 1 else TILES * TP - 1
     if PDL:
         wait_for_previous_kernel()
         let_next_kernel_start()
@@ -111,23 +115,24 @@ def advance_window(
     r_acc = gl.arange(0, R, layout=gl.SliceLayout(0, MMA))
     o_mask = (r_acc >= TP) & (r_acc - TP < length)
     if slot > 0:
-        s_buf = gl.allocate_shared_memory(gl.float32, [NV, BV, K], SWIZZLED)
+        s_buf = gl.allocate_shared_memory(gl.float32, [RESIDENT, BV, K], SWIZZLED)
         x_buf = gl.allocate_shared_memory(gl.float32, [R, K], SWIZZLED)
-        k_buf = gl.allocate_shared_memory(gl.float32, [TP, K], PLAIN)
-        w_buf = gl.allocate_shared_memory(gl.float32, [TP, K], PLAIN)
-        v_buf = gl.allocate_shared_memory(gl.float32, [R, V], PLAIN)
-        u_buf = gl.allocate_shared_memory(gl.float32, [TP, V], PLAIN)
+        k_buf = gl.allocate_shared_memory(gl.float32, [TILES, TP, K], PLAIN)
+        w_buf = gl.allocate_shared_memory(gl.float32, [1, K], PLAIN)
+        v_buf = gl.allocate_shared_memory(gl.float32, [TP, V], PLAIN)
+        u_buf = gl.allocate_shared_memory(gl.float32, [TILES, TP, V], PLAIN)
         z_buf = gl.allocate_shared_memory(gl.float32, [R, R], PLAIN)
-        _read_rows(u_buf, records_u + read_row * s_u_row + h * s_u_head, n, TP, V, COPY)
+        u_ptr = records_u + read_row * s_u_row + h * s_u_head
+        for tile in gl.static_range(TILES):
+            _read_rows(u_buf.index(tile), u_ptr + tile * TP * V, n - tile * TP, TP, V, COPY)
         async_copy.commit_group()
         window_vectors(
             x, weight, conv, raw_g, raw_beta, a_log, dt_bias, records_kg, lower_bound,
             slot, row0, length, n, first, read_row, write_row, at, h,
             s_x, s_ww, s_conv_slot, s_conv_col, s_conv_chan, s_g, s_beta, s_kg_row, s_kg_head,
-            H, x_buf, v_buf.slice(0, TP), k_buf, w_buf, z_buf, s_buf, state, s_state,
-            K, TP, WIDTH, DROP, BOUNDED, L, M, POLICY, COPY, BV,
+            H, x_buf, v_buf, k_buf, w_buf, z_buf, s_buf, state, s_state,
+            K, TP, WIDTH, DROP, BOUNDED, L, M, POLICY, COPY, BV, RESIDENT, TILES, DEEP,
         )  # fmt: skip
-        v_buf.slice(TP, TP).store(gl.zeros([TP, V], gl.float32, L))
         m_t = gl.arange(0, TP, layout=gl.SliceLayout(1, M))
         m_c = gl.arange(0, TP, layout=gl.SliceLayout(0, M))
         none = gl.zeros([TP, TP], gl.float32, M)
@@ -138,21 +143,28 @@ def advance_window(
         z = z_buf.permute([1, 0]).load(LB2)
         zero = gl.zeros([BV, R], gl.float32, MMA)
         for part in gl.static_range(NV):
+            if STREAM and part > 0:
+                async_copy.wait_group(0)
             # Without it the compiler keeps in registers what both halves read.
             gl.thread_barrier()
             v_s = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LA))
             v_acc = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, MMA))
-            ss = s_buf.index(part)
-            kk = w_buf.slice(TP - 1, 1)
+            ss = s_buf.index(part % RESIDENT)
+            kk = w_buf
             s0 = ss.slice(0, C, dim=1).load(LA) * kk.slice(0, C, dim=1).load(LA)
             s1 = ss.slice(C, C, dim=1).load(LA) * kk.slice(C, C, dim=1).load(LA)
             s2 = ss.slice(2 * C, C, dim=1).load(LA) * kk.slice(2 * C, C, dim=1).load(LA)
             s3 = ss.slice(3 * C, C, dim=1).load(LA) * kk.slice(3 * C, C, dim=1).load(LA)
-            uu = u_buf.permute([1, 0]).slice(part * BV, BV)
-            for j in gl.static_range(TP):
+            if STREAM and part + 1 < NV:
+                # Every warp holds its rows: the next ones may come.
+                gl.thread_barrier()
+                send_for_state(ss, state + slot * s_state, h, part + 1, K, BV, COPY)
+                async_copy.commit_group()
+            for j in gl.static_range(MOST):
                 if j < n:
-                    u = uu.slice(j, 1, dim=1).load(LA)
-                    key = k_buf.slice(j, 1)
+                    uu = u_buf.index(j // TP).permute([1, 0]).slice(part * BV, BV)
+                    u = uu.slice(j % TP, 1, dim=1).load(LA)
+                    key = k_buf.index(j // TP).slice(j % TP, 1)
                     s0 += u * key.slice(0, C, dim=1).load(LA)
                     s1 += u * key.slice(C, C, dim=1).load(LA)
                     s2 += u * key.slice(2 * C, C, dim=1).load(LA)
@@ -168,8 +180,9 @@ def advance_window(
             big0, small = multiply(s1, x_buf.slice(C, C, dim=1).permute([1, 0]).load(LB), big0, small)
             big1, small = multiply(s2, x_buf.slice(2 * C, C, dim=1).permute([1, 0]).load(LB), zero, small)
             big1, small = multiply(s3, x_buf.slice(3 * C, C, dim=1).permute([1, 0]).load(LB), big1, small)
-            seen = v_buf.permute([1, 0]).slice(part * BV, BV).load(MMA)
-            total = seen + (small + (big0 + big1))
+            v = v_buf.permute([1, 0]).slice(part * BV, BV).load(MMA)
+            seen = gl.join(v, gl.zeros([BV, TP], gl.float32, MMA)).permute([0, 2, 1]).reshape([BV, R])
+            total = gl.convert_layout(seen, MMA, assert_trivial=True) + (small + (big0 + big1))
             big, small = multiply(gl.convert_layout(total, LA2), z, zero, zero)
             result = big + small
             wanted = o_mask[None, :] & (v_acc[:, None] >= 0)

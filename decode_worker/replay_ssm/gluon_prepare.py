@@ -52,6 +52,11 @@ def _add3(a0, a1, a2, b0, b1, b2):
 
 
 @gluon.jit
+def _add7(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
+
+
+@gluon.jit
 def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
 
@@ -71,6 +76,43 @@ def _convolve(x_ptr, s_x, cache_ptr, s_col, w_ptr, s_ww, t, length, WIDTH: gl.co
 
 
 @gluon.jit
+def _pending_rows(kg, base, n, t, t2, c, TP: gl.constexpr, K: gl.constexpr):
+    """Keys of records ``base`` to ``base`` + 7, and the gates one row on: row j of the keys takes the decays of the
+    rows behind it. The last row has none behind it in this tile; there the gate of the tile's first row is read, which
+    the tiles before it and the state meet."""
+    after = base + gl.where(t2 == TP - 1, 0, t2 + 1)
+    old_k = gl.load(kg + (base + t)[:, None] * 2 * K + c[None, :], mask=(base + t < n)[:, None], other=0.0)
+    old_g = gl.load(kg + after * 2 * K + K + c[None, :], mask=after < n, other=0.0)
+    return old_k.to(gl.float32), old_g
+
+
+@gluon.jit
+def _decayed_keys(
+    old_k, old_sum, old_g, bias, a, lower_bound, base, n, t2, tail, TP: gl.constexpr, BOUNDED: gl.constexpr,
+    STEPS: gl.constexpr,
+):  # fmt: skip
+    """Keys of one tile of records, decayed to the end of the fold, ``tail`` [K] behind the tile; and the new tail."""
+    after = base + gl.where(t2 == TP - 1, 0, t2 + 1)
+    old_g = gl.where(
+        after < n, _log2_decay(old_g.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0
+    )
+    behind = gl.where(t2 == TP - 1, 0.0, old_g)
+    for e in gl.static_range(STEPS):
+        other = gl.gather(behind, gl.minimum(t2 + (1 << e), TP - 1), axis=0)
+        behind = gl.where(t2 + (1 << e) < TP, behind + other, behind)
+    keys = old_k * gl.rsqrt(old_sum + 1e-6)[:, None] * _exp2(behind + tail[None, :])
+    return keys, tail + gl.sum(old_g, 0)
+
+
+@gluon.jit
+def send_for_state(buffer, state, h, part, K: gl.constexpr, BV: gl.constexpr, COPY: gl.constexpr):
+    """Ask for rows ``part`` * BV and following of head ``h`` of the slot ``state``."""
+    rows = h * K + part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, COPY))
+    columns = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
+    async_copy.async_copy_global_to_shared(buffer, state + rows[:, None] * K + columns[None, :])
+
+
+@gluon.jit
 def window_vectors(
     x, weight, conv, raw_g, raw_beta, a_log, dt_bias, records_kg, lower_bound,
     slot, row0, length, n, first, read_row, write_row, at, h,
@@ -78,6 +120,7 @@ def window_vectors(
     H, to_rows, to_values, to_keys, to_whole, to_triangle, s_buf, state, s_state,
     K: gl.constexpr, TP: gl.constexpr, WIDTH: gl.constexpr, DROP: gl.constexpr, BOUNDED: gl.constexpr,
     L: gl.constexpr, M: gl.constexpr, POLICY: gl.constexpr, COPY: gl.constexpr, BV: gl.constexpr,
+    RESIDENT: gl.constexpr, TILES: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
     """Head ``h`` of one window: its vectors to shared memory, the convolution's columns and the records to the caches.
 
@@ -85,13 +128,14 @@ def window_vectors(
     the fold [8, 128]; the decay of the whole fold (the last row of [8, 128]; the others mean nothing); T beta and
     P T beta, with T = (I + A)^-1, the left half of [16, 16].
 
-    The head's state is sent for, to ``s_buf``, when everything else has been asked for: behind 64 KiB, these few bytes
-    would keep everybody waiting.
+    The first RESIDENT parts of the head's state are sent for, to ``s_buf``, when everything else has been asked for:
+    behind 64 KiB, these few bytes would keep everybody waiting.
     """
     LT: gl.constexpr = gl.SliceLayout(1, L)
     LC: gl.constexpr = gl.SliceLayout(0, L)
     MR: gl.constexpr = gl.SliceLayout(1, M)
     KEPT: gl.constexpr = WIDTH - 1 - DROP
+    STEPS: gl.constexpr = 1 if DEEP == 2 else (2 if DEEP == 4 else 3)
     t = gl.arange(0, TP, layout=LT)
     c = gl.arange(0, K, layout=LC)
     a = _exp2(LOG2_E * gl.load(a_log + h).to(gl.float32))
@@ -100,11 +144,10 @@ def window_vectors(
     t2 = t[:, None] + gl.zeros([TP, K], gl.int32, L)
     live = (t < length)[:, None]
     kg = records_kg + read_row * s_kg_row + h * s_kg_head
-    # Row j of the pending keys takes the decays of the rows behind it, so the gates are read one row on. The last
-    # row has none behind it; there the gate of row 0 is read, which only the state meets.
-    after = gl.where(t2 == TP - 1, 0, t2 + 1)
-    old_k = gl.load(kg + t[:, None] * 2 * K + c[None, :], mask=(t < n)[:, None], other=0.0)
-    old_g = gl.load(kg + after * 2 * K + K + c[None, :], mask=after < n, other=0.0)
+    old_k0, old_g0 = _pending_rows(kg, 0, n, t, t2, c, TP, K)
+    if TILES > 1:
+        old_k1, old_g1 = _pending_rows(kg, TP, n, t, t2, c, TP, K)
+        old_k2, old_g2 = _pending_rows(kg, 2 * TP, n, t, t2, c, TP, K)
     rg = gl.load(raw_g + (row0 + t[:, None]) * s_g + (h * K + c)[None, :], mask=live, other=0.0)
     m_t = gl.arange(0, TP, layout=MR)
     m_c = gl.arange(0, TP, layout=gl.SliceLayout(0, M))
@@ -138,11 +181,8 @@ def window_vectors(
 
     # Every warp has read the cache; now its columns: what stays of the history, then the window.
     gl.thread_barrier()
-    for part in gl.static_range(K // BV):
-        rows = h * K + part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, COPY))
-        columns = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
-        ptr = state + slot * s_state + rows[:, None] * K + columns[None, :]
-        async_copy.async_copy_global_to_shared(s_buf.index(part), ptr)
+    for part in gl.static_range(RESIDENT):
+        send_for_state(s_buf.index(part), state + slot * s_state, h, part, K, BV, COPY)
     async_copy.commit_group()
     to_ptr = conv + slot * s_conv_slot + t[:, None] * s_conv_col + (h * K + c)[None, :] * s_conv_chan
     gl.store(to_ptr, q_kept, mask=kept, eviction_policy=POLICY)
@@ -159,15 +199,18 @@ def window_vectors(
     gl.store(kg + K, rg, mask=live, eviction_policy=POLICY)
 
     g = gl.where(live, _log2_decay(rg.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0)
-    old_k = old_k.to(gl.float32)
-    k_sum, q_sum, old_sum = gl.reduce((k * k, q * q, old_k * old_k), 1, _add3)
-
+    if TILES > 1:
+        k_sum, q_sum, sum0, sum1, sum2 = gl.reduce(
+            (k * k, q * q, old_k0 * old_k0, old_k1 * old_k1, old_k2 * old_k2), 1, _add5
+        )
+    else:
+        k_sum, q_sum, sum0 = gl.reduce((k * k, q * q, old_k0 * old_k0), 1, _add3)
     k = k * gl.rsqrt(k_sum + 1e-6)[:, None]
     q = q * (gl.rsqrt(q_sum + 1e-6) * (K**-0.5))[:, None]
     # Decays over several tokens are sums before they are powers: e^g of a very slow decay rounds to 1, its sum does
     # not. No exponent is ever positive, so none overflows.
     from_start = g
-    for e in gl.static_range(3):
+    for e in gl.static_range(STEPS):
         other = gl.gather(from_start, gl.maximum(t2 - (1 << e), 0), axis=0)
         from_start = gl.where(t2 >= (1 << e), from_start + other, from_start)
     from_start = _exp2(from_start)
@@ -178,40 +221,57 @@ def window_vectors(
     # The triangle by distance: w is the key `distance` positions back, decayed to here.
     back = gl.maximum(t2 - 1, 0)
     w1 = d * gl.gather(k, back, axis=0)
-    w2 = d * gl.gather(w1, back, axis=0)
-    p0, a1, p1, a2, p2 = gl.reduce((q * k, k * w1, q * w1, k * w2, q * w2), 1, _add5)
-    w3 = d * gl.gather(w2, back, axis=0)
-    w4 = d * gl.gather(w3, back, axis=0)
-    w5 = d * gl.gather(w4, back, axis=0)
-    a3, p3, a4, p4, a5 = gl.reduce((k * w3, q * w3, k * w4, q * w4, k * w5), 1, _add5)
-    w6 = d * gl.gather(w5, back, axis=0)
-    w7 = d * gl.gather(w6, back, axis=0)
-    p5, a6, p6, a7, p7 = gl.reduce((q * w5, k * w6, q * w6, k * w7, q * w7), 1, _add5)
+    if DEEP == 2:
+        p0, a1, p1 = gl.reduce((q * k, k * w1, q * w1), 1, _add3)
+        keys = (a1, a1)
+        asks = (p0, p1)
+    else:
+        w2 = d * gl.gather(w1, back, axis=0)
+        w3 = d * gl.gather(w2, back, axis=0)
+        if DEEP == 4:
+            p0, a1, p1, a2, p2, a3, p3 = gl.reduce(
+                (q * k, k * w1, q * w1, k * w2, q * w2, k * w3, q * w3), 1, _add7
+            )
+            keys = (a1, a1, a2, a3)
+            asks = (p0, p1, p2, p3)
+        else:
+            p0, a1, p1, a2, p2 = gl.reduce((q * k, k * w1, q * w1, k * w2, q * w2), 1, _add5)
+            w4 = d * gl.gather(w3, back, axis=0)
+            w5 = d * gl.gather(w4, back, axis=0)
+            a3, p3, a4, p4, a5 = gl.reduce((k * w3, q * w3, k * w4, q * w4, k * w5), 1, _add5)
+            w6 = d * gl.gather(w5, back, axis=0)
+            w7 = d * gl.gather(w6, back, axis=0)
+            p5, a6, p6, a7, p7 = gl.reduce((q * w5, k * w6, q * w6, k * w7, q * w7), 1, _add5)
+            keys = (a1, a1, a2, a3, a4, a5, a6, a7)
+            asks = (p0, p1, p2, p3, p4, p5, p6, p7)
 
-    # Pending keys, decayed to the end of the fold.
-    old_g = gl.where(
-        after < n, _log2_decay(old_g.to(gl.float32) + bias[None, :], a, lower_bound, BOUNDED), 0.0
+    # Pending keys, decayed to the end of the fold, the last tile first.
+    OLD_STEPS: gl.constexpr = STEPS if TILES == 1 else 3
+    tail = gl.zeros([K], gl.float32, LC)
+    if TILES > 1:
+        keys2, tail = _decayed_keys(
+            old_k2, sum2, old_g2, bias, a, lower_bound, 2 * TP, n, t2, tail, TP, BOUNDED, OLD_STEPS
+        )
+        to_keys.index(2).store(keys2)
+        keys1, tail = _decayed_keys(
+            old_k1, sum1, old_g1, bias, a, lower_bound, TP, n, t2, tail, TP, BOUNDED, OLD_STEPS
+        )
+        to_keys.index(1).store(keys1)
+    keys0, tail = _decayed_keys(
+        old_k0, sum0, old_g0, bias, a, lower_bound, 0, n, t2, tail, TP, BOUNDED, OLD_STEPS
     )
-    behind = gl.where(t2 == TP - 1, 0.0, old_g)
-    for e in gl.static_range(3):
-        other = gl.gather(behind, gl.minimum(t2 + (1 << e), TP - 1), axis=0)
-        behind = gl.where(t2 + (1 << e) < TP, behind + other, behind)
-    old_k = old_k * gl.rsqrt(old_sum + 1e-6)[:, None] * _exp2(behind)
-    whole = _exp2(gl.gather(behind, t2 * 0, axis=0) + old_g)
-    to_keys.store(old_k)
-    to_whole.store(whole)
+    to_keys.index(0).store(keys0)
+    to_whole.store(_exp2(gl.expand_dims(tail, 0)))
 
     # The inverse by forward substitution, and the scores times the inverse: row j is final when step j uses it.
     m_beta = gl.where(m_t < length, _sigmoid(r_beta), 0.0)
     inverse = gl.where(m_t[:, None] == m_c[None, :], 1.0, gl.zeros([TP, TP], gl.float32, M))
     product = gl.zeros([TP, TP], gl.float32, M)
-    keys = (a1, a1, a2, a3, a4, a5, a6, a7)
-    asks = (p0, p1, p2, p3, p4, p5, p6, p7)
     m_row = m_t[:, None] + gl.zeros([TP, TP], gl.int32, M)
-    for j in gl.static_range(TP):
+    for j in gl.static_range(DEEP):
         below = gl.zeros([TP], gl.float32, MR)
         score = gl.where(m_t == j, gl.convert_layout(asks[0], MR), below)
-        for distance in gl.static_range(1, TP - j):
+        for distance in gl.static_range(1, DEEP - j):
             here = m_t == j + distance
             below = gl.where(here, gl.convert_layout(keys[distance], MR), below)
             score = gl.where(here, gl.convert_layout(asks[distance], MR), score)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fold-at-start and the ring on a Hopper GPU: checks the arguments and launches the kernels.
 
-Fold-at-start is one launch a step and layer. The ring has portable kernels: two launches, the preparation of the
-windows, which touches no state, and the pass over the state; between them the windows' vectors lie in a ``Workspace``
-that all layers share. The reasons for the cut are measurements, in docs/replay_ssm.md.
+Either is one launch a step and layer, for record rows of at most ``RING_RECORDS``. The portable kernels take longer
+ones: two launches, the preparation of the windows, which touches no state, and the pass over the state; between them
+the windows' vectors lie in a ``Workspace`` that all layers share. The reasons for the cut are measurements, in
+docs/replay_ssm.md.
 
 Triton is imported when a kernel is first launched, so a CPU installation works without it.
 """
@@ -21,6 +22,9 @@ from decode_worker.replay_ssm.records import WindowPlan, WindowRecords
 TILE = 8
 """Positions that a window is padded to; twice that is one tile of the tensor cores."""
 
+RING_RECORDS = 3 * TILE
+"""Most records a row of the Hopper kernel's ring: 16 accepted tokens and a window of 8 need 23."""
+
 HEAD_DIM = 128
 """K and V of K3 and of Kimi-Linear; the kernels' layouts are made for it."""
 
@@ -30,7 +34,7 @@ class KernelConfig:
     """How the kernels are cut."""
 
     kernel: Literal["fused", "portable"] = "fused"
-    """"fused": Gluon, one launch, at most 8 records a row; "portable": Triton, any number (the ring)."""
+    """"fused": Gluon, one launch, at most ``RING_RECORDS`` a row; "portable": Triton, any number."""
     warps: int = 8
     """Warps a program; "fused" has 16 rows of V in the registers of each at a time."""
     registers: int | None = 128
@@ -41,13 +45,16 @@ class KernelConfig:
     """"portable": precision of the products."""
     first_out: bool = True
     """"fused": mark what nobody reads again soon to leave the L2 cache first."""
+    stream: bool = False
+    """"fused": hold no more rows of the state in shared memory than the warps work on; with 4 warps and 128 registers,
+    four programs fit on a multiprocessor."""
     overlap: bool = True
     """Programmatic dependent launch: a kernel's programs are placed while those of the one before it end."""
 
 
 def choose(capacity: int) -> KernelConfig:
     """The cut for record rows that hold ``capacity`` records. One serves every number of heads and requests."""
-    if capacity > TILE:
+    if capacity > RING_RECORDS:
         return KernelConfig(kernel="portable", warps=2, registers=None)
     return KernelConfig()
 
@@ -158,9 +165,10 @@ def _check(step: _Step, workspace: Workspace | None, config: KernelConfig) -> No
             f"set num_speculative_tokens below {TILE}"
         )
     if config.kernel == "fused":
-        if records.u.shape[2] > TILE:
+        if records.u.shape[2] > RING_RECORDS:
             raise ValueError(
-                f"records hold {records.u.shape[2]} a row: the fused kernel takes {TILE}; use kernel='portable'"
+                f"records hold {records.u.shape[2]} a row: the fused kernel takes {RING_RECORDS}; "
+                "use kernel='portable'"
             )
     elif workspace is None:
         raise ValueError("workspace: the portable kernels need one")
@@ -228,7 +236,9 @@ def _launch_fused(step: _Step, config: KernelConfig) -> None:
         *step.inputs, step.state, u, out, step.gate_bound, step.plan.flush_at,
         step.x.stride(0), step.conv_weight.stride(1), *step.input_strides,
         step.state.stride(0), u.stride(0), u.stride(1), out.stride(-3), step.heads,
-        **step.constants, BV=16 * config.warps, POLICY="evict_first" if config.first_out else "", **options,
+        **step.constants, BV=16 * config.warps, STREAM=config.stream, TILES=1 if u.shape[2] <= TILE else 3,
+        DEEP=2 if step.plan.window <= 2 else 4 if step.plan.window <= 4 else TILE,
+        POLICY="evict_first" if config.first_out else "", **options,
     )  # fmt: skip
 
 
