@@ -155,7 +155,14 @@ class Run:
         self._ask("check", turn)
         side.release()
         stages = {**published.stages, **_reading(loaded.stages)}
-        moments = [published.began, published.written, loaded.asked, loaded.in_cache, loaded.ended]
+        moments = [
+            published.began,
+            published.written,
+            loaded.asked,
+            loaded.checked,
+            loaded.in_cache,
+            loaded.ended,
+        ]
         steps = (later - earlier for earlier, later in pairwise(moments))
         path = dict(zip(EARLY_PATH, steps, strict=True))
         return Repetition(loaded.ended - published.began, stages, loaded.nbytes, path)

@@ -59,7 +59,6 @@ class Loaded:
     record: float
     checked: float
     in_cache: float
-    """An early one checks and writes piece by piece, so that this is the moment of both."""
     ended: float
     stages: dict[str, float]
     nbytes: int
@@ -201,11 +200,11 @@ class ReadingSide(_Side):
     def load_early(self, turn: int, told: str) -> Loaded:
         """The same from what was told, beside its commit. Raises what the loader raises, and NotVerified when something
         else has been committed."""
-        asked = time.monotonic()
+        asked, checked = time.monotonic(), list[float]()
         record, report = BoundaryRecord.from_json(told), RankReport(0)
         blocks = self._caches.tables[turn % SETS]
-        job = LoadJob(key="bench", records=(record,), blocks=blocks, local_tokens=0, gated=True)
-        loading_ended = self._io.submit(self._load, job, report)
+        job = LoadJob(key="bench", records=(record,), blocks=blocks, local_tokens=0)
+        loading_ended = self._io.submit(self._load, job, report, checked)
         with self._spans.span("record"):
             committed = self._ledger.run(self._ledger.ledger.wait_committed(record.id))
         known = time.monotonic()
@@ -213,10 +212,10 @@ class ReadingSide(_Side):
         if committed != record:
             raise NotVerified(f"boundary {record.id}: what was committed is not what was told")
         spans = self._spans.take()
-        return Loaded(asked, known, ended, ended, max(ended, known), spans, report.nbytes)
+        return Loaded(asked, known, checked[0], ended, max(ended, known), spans, report.nbytes)
 
-    def _load(self, job: LoadJob, report: RankReport) -> float:
-        self._loader.load(job, report)
+    def _load(self, job: LoadJob, report: RankReport, checked: list[float]) -> float:
+        self._loader.load(job, report, lambda: checked.append(time.monotonic()))
         return time.monotonic()
 
     def close(self) -> None:

@@ -37,7 +37,8 @@ PATH = (
 EARLY_PATH = (
     "written",
     "reader asked",
-    "copied, checked, in the cache",
+    "copied and checked",
+    "in the cache",
     "committed record known",
 )
 """The same of a handoff that is read beside its commit: the last step is what is left to wait for then."""

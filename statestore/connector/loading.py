@@ -3,9 +3,7 @@
 
 What lies in this rank's own segment (where the publisher was asked to put it) is copied here, the rest comes over the
 wire ahead of its check. A load that fails has written nothing, so what vLLM recomputes afterwards starts from its own
-blocks. Behind the gate of an early load (gate.py) nothing is used before more than this rank has been heard, and there
-host caches are written piece by piece, each as soon as it has been checked and is in the core's cache: a failure gives
-the blocks back all the same.
+blocks.
 """
 
 from __future__ import annotations
@@ -84,20 +82,13 @@ class Loader:
             lanes = LANES if plan.nbytes >= LANE_BYTES else 1
             kept: dict[int, torch.Tensor] | None = {} if plan.nbytes <= KEPT_BYTES else None
             together = self._view.proves
-            at_once = job.gated and self._view.on_host
-            if at_once:
-                free()
-
-            def take(run: list[Piece]) -> None:
-                self._take(run, staging, home, ahead, kept)
-                if at_once:
-                    self._write(job, run, _bytes(run, staging))
-
             # A host's lanes have cores of their own to fill; a device is one, and each call of it has a price.
             limit = min(PIECE, -(-plan.nbytes // lanes)) if self._view.on_host else PIECE
-            share(_runs(plan.pieces, limit, together), lanes, take)
-            if at_once:
-                return
+            share(
+                _runs(plan.pieces, limit, together),
+                lanes,
+                lambda run: self._take(run, staging, home, ahead, kept),
+            )
             free()
             # Device caches are written in one stream, and what is on the device already in the pieces it came in.
             lanes = lanes if self._view.on_host else 1

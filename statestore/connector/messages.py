@@ -56,8 +56,6 @@ class LoadJob:
     blocks: tuple[list[int], ...]
     local_tokens: int
     """Tokens that this worker's own prefix cache holds: their MLA rows are not read again."""
-    gated: bool = False
-    """Whether more than the ranks' reports is waited for before the blocks are used (gate.py)."""
 
     @property
     def name(self) -> str:

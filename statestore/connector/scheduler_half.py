@@ -143,13 +143,7 @@ class SchedulerHalf:
         load.tokens = tokens
         length = load.intent.length
         self._new_loads.append(
-            LoadJob(
-                request.request_id,
-                load.intent.records,
-                self._blocks(block_ids, length),
-                length - tokens,
-                load.intent.early,
-            )
+            LoadJob(request.request_id, load.intent.records, self._blocks(block_ids, length), length - tokens)
         )
         show(self._worker_id, "sent", request.request_id, "load", self._world_size)
 

@@ -277,7 +277,7 @@ def _result() -> table.SizeResult:
             zip(table.PATH, (seconds * share for share in (0.4, 0.2, 0.0, 0.1, 0.2, 0.1)), strict=True)
         )
         result.handoffs.append(table.Repetition(seconds, {"put": seconds / 2}, 8_000_000, path))
-        early = dict(zip(table.EARLY_PATH, (seconds * 0.2,) * 4, strict=True))
+        early = dict(zip(table.EARLY_PATH, (seconds * 0.16,) * 5, strict=True))
         result.early.append(table.Repetition(seconds * 0.8, {"put": seconds / 2}, 8_000_000, early))
         result.bare.append((seconds / 4, seconds / 4))
         result.etcd.append((0.006, 0.002))

@@ -111,7 +111,7 @@ class Handoff:
         self.loading = caches
         records = (*changes.pop("parents", ()), record)
         Loader(view, self.pool, rank, 1.0, verify, "none").load(
-            LoadJob("k", records, tables, changes.pop("local", 0), changes.pop("gated", False)),
+            LoadJob("k", records, tables, changes.pop("local", 0)),
             RankReport(rank),
             changes.pop("free", lambda: None),
         )
@@ -500,52 +500,6 @@ def test_a_local_prefix_is_left_as_it_is(handoff: Handoff) -> None:
     expected.lay_out(handoff.world, 0, expected.tables(LENGTH, 5), first_token=64)
     assert (caches.memory == expected.memory).all()
     assert not handoff.is_exact(0, caches)
-
-
-# ---- behind a gate
-
-
-def _own(handoff: Handoff, rank: int, first_token: int) -> np.ndarray:
-    """Which bytes of a rank's memory are the request's own, beyond its local prefix."""
-    own = np.zeros(handoff.before.shape, bool)
-    for seed in range(8):  # a byte of one state may happen to be what lay there before
-        laid = handoff._caches(handoff.case.target)
-        world = World.random(handoff.case.source, LENGTH, seed)
-        laid.lay_out(world, rank, laid.tables(LENGTH, 5), first_token=first_token)
-        own |= laid.memory != handoff.before
-    return own
-
-
-def test_behind_a_gate_every_rank_restores_its_share(handoff: Handoff) -> None:
-    record = handoff.publish()
-    for rank in range(handoff.case.target.tp):
-        assert handoff.is_exact(rank, handoff.load(rank, record, gated=True))
-
-
-@pytest.mark.parametrize("local", [0, 64])
-@pytest.mark.parametrize("group", ["kda", "mla"])
-def test_behind_a_gate_damage_is_found_and_nobody_else_s_bytes_are_written(
-    handoff: Handoff, group: str, local: int
-) -> None:
-    """Pieces that were right are in the request's own blocks then; they go back with them."""
-    record = handoff.publish()
-
-    def flip(data: np.ndarray) -> np.ndarray:
-        data[row_bytes(handoff.case.source) * 40 if group == "mla" else len(data) * 3 // 4] ^= 0x10
-        return data
-
-    handoff.damage(group, flip, rank=1)
-    kinds = set()
-    for rank in range(handoff.case.target.tp):
-        try:
-            handoff.load(rank, record, gated=True, local=local)
-            kinds.add("")
-        except VerificationFailed as error:
-            kinds.add(error.kind)
-        changed = handoff.loading.memory != handoff.before
-        assert not (changed & ~_own(handoff, rank, local)).any()
-    assert kinds <= {"", "digest"}
-    assert "digest" in kinds
 
 
 # ---- links
