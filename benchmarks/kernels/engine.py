@@ -4,10 +4,10 @@
     python -m benchmarks.kernels.engine --drafts 7 --out DIR
 
 Modes: ``none`` (no drafts), ``write`` (one state a position), ``recover`` (vLLM's RecoverSSM), ``replay`` (fold at
-start, this project's kernels). Every mode is an engine in a process of its own; they load side by side and then run one
-after the other. Answers are greedy and compared with those of ``none``; where the first difference lies, the gap of
-``none``'s two best log-probabilities says what rounding could do there. On a fresh machine the engines compile for
-minutes.
+start, this project's kernels), ``ring`` (the same, but a state is written when 16 accepted tokens have gathered).
+Every mode is an engine in a process of its own; they load side by side and then run one after the other. Answers
+are greedy and compared with those of ``none``; where the first difference lies, the gap of ``none``'s two best
+log-probabilities says what rounding could do there. On a fresh machine the engines compile for minutes.
 
 ``--acceptance N`` makes vLLM accept N tokens a window on average whatever they are (its "synthetic" method), for a
 speed that does not depend on how well a model's drafts guess; answers then mean nothing. ``--heads H`` takes random
@@ -31,14 +31,14 @@ from typing import Any
 
 from benchmarks.kernels.watch import StepWatch, launches
 
-MODES = ("none", "write", "recover", "replay")
+MODES = ("none", "write", "recover", "replay", "ring")
 DEMO = Path("models/demo")
 
 
 def load(options: argparse.Namespace, mode: str) -> Any:
     """The engine of a mode."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["DELTASERVE_REPLAY_SSM"] = "1" if mode == "replay" else "0"
+    os.environ["DELTASERVE_REPLAY_SSM"] = {"replay": "1", "ring": "ring"}.get(mode, "0")
     from deltaserve.engine.cuda import replay_ssm
 
     replay_ssm.install()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fold-at-start inside an engine that keeps states in blocks: the records of its requests between two steps.
+"""Fold-at-start and the ring inside an engine that keeps states in blocks: its requests' records between two steps.
 
 An engine calls ``plan`` once a step before its layers run, ``advance`` in every layer (capturable: the plan lies in
 buffers that stay where they are), and ``commit`` after sampling. Records belong to a request (its row in the engine's
 tables), not to a block: a request that starts anew calls ``forget``, whatever lies in its rows and blocks.
 
-What ``commit`` leaves pending is folded by the request's next window. It is folded at once where somebody reads the
+What ``commit`` leaves pending is folded by the request's next window, or, in the ring, by the window that finds
+``flush_at`` records; until then every window takes it into account. It is folded at once where somebody reads the
 state before that: the request has reached the end of a block (the prefix cache keeps the state there), its next window
 may reach one (the engine then copies the state into the next block first), or the caller says so (``flush_now``).
 
@@ -68,20 +69,23 @@ class EngineRecords:
         layers: Mapping[str, LayerTensors],
         window: int,
         *,
+        flush_at: int = 1,
         config: gpu_path.KernelConfig | None = None,
     ) -> None:
-        """``window`` is T, the most tokens of a window; two record rows a request say how many requests there are;
-        ``config`` None is what ``gpu_path.choose`` says, without programmatic dependent launch: among an engine's other
+        """``window`` is T, the most tokens of a window; ``flush_at`` above 1 is the ring, whose rows hold
+        ``window`` + ``flush_at`` - 1 records; two record rows a request say how many requests there are; ``config``
+        None is what ``gpu_path.choose`` says, without programmatic dependent launch: among an engine's other
         kernels there is nothing to gain from it.
 
         Raise ``ValueError`` for layers that differ, or a window that the kernels or the caches do not take.
         """
         first = _same(layers)
         _, heads, value_dim, key_dim = first.state.shape
-        if window > gpu_path.TILE or window > first.records.u.shape[2]:
+        capacity = first.records.u.shape[2]
+        if window > gpu_path.TILE or window + flush_at - 1 > capacity:
             raise ValueError(
-                f"window={window}: the kernels take {gpu_path.TILE}, the records {first.records.u.shape[2]} "
-                f"positions; set num_speculative_tokens below {gpu_path.TILE}"
+                f"window={window}, flush_at={flush_at}: the kernels take {gpu_path.TILE} positions, a row holds "
+                f"{capacity} records of window + flush_at - 1; set num_speculative_tokens below {gpu_path.TILE}"
             )
         if first.conv.shape[2] != window + 2:
             raise ValueError(
@@ -92,19 +96,23 @@ class EngineRecords:
         self.layers = dict(layers)
         everyone = list(layers.values())
         self.window = window
-        self.config = config or replace(gpu_path.choose(window), overlap=False)
+        self.flush_at = flush_at
+        self.config = config or replace(gpu_path.choose(capacity), overlap=False)
         self.max_requests = first.records.u.shape[0] // 2
         device = first.state.device
         self.workspace = None
         if self.config.kernel == "portable":
             self.workspace = gpu_path.Workspace(
-                self.max_requests, heads, window, dtype=first.records.key_gate.dtype, device=device
+                self.max_requests, heads, capacity, dtype=first.records.key_gate.dtype, device=device
             )
 
         def zeros(size: int = self.max_requests) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
         self._pending = zeros()
+        """A request's accepted tokens of its last window."""
+        self._base = zeros()
+        """Its records of the windows before that one (the ring)."""
         self._parity = zeros()
         self._requests = zeros()
         self._slots, self._read_rows, self._write_rows = zeros(), zeros(), zeros()
@@ -164,6 +172,8 @@ class EngineRecords:
         """A request begins in this row: nothing is pending, whatever its predecessor left."""
         # Not by an assignment, which copies the number from the host and waits for the device.
         self._pending[request : request + 1].zero_()
+        if self.flush_at > 1:
+            self._base[request : request + 1].zero_()
 
     def plan(
         self,
@@ -175,7 +185,7 @@ class EngineRecords:
         request_indices: Tensor | None = None,
         flush_now: bool = False,
     ) -> WindowPlan:
-        """The step's windows. Afterwards nothing is pending: this step's layers fold it.
+        """The step's windows. Afterwards nothing is pending but what this step's layers do not fold (the ring).
 
         ``idx_mapping`` gives a batch row's request, ``request_indices`` [windows] a window's batch row (None: the
         same), ``state_indices`` [>= windows] its slot (0: padding), ``query_start_loc`` [windows + 1] its tokens.
@@ -189,9 +199,10 @@ class EngineRecords:
         self._flush_all = flush_now
         block = 128
         gpu_engine_kernels.plan_step[(self.max_requests // block + 1,)](
-            idx_mapping, request_indices, state_indices, query_start_loc, self._pending, self._parity,
-            self._slots, self._cu, self._requests, self._read_rows, self._write_rows, self._step_pending,
-            self._conv_first, windows, self.max_requests, state_indices.stride(0),
+            idx_mapping, request_indices, state_indices, query_start_loc, self._pending, self._base,
+            self._parity, self._slots, self._cu, self._requests, self._read_rows, self._write_rows,
+            self._step_pending, self._write_at, self._conv_first,
+            windows, self.max_requests, self.flush_at, state_indices.stride(0),
             MAPPED=request_indices is not None, BLOCK=block,
         )  # fmt: skip
         return self.rows(windows)
@@ -207,7 +218,7 @@ class EngineRecords:
                 self._step_pending[:windows],
                 self._write_at[:windows],
                 self._conv_first[:windows],
-                1,
+                self.flush_at,
                 self.window,
             )
         return self._views[windows]
@@ -273,7 +284,7 @@ class EngineRecords:
         bounded = first.lower_bound is not None
         gpu_engine_kernels.commit_layers[(windows, len(self.layers), heads)](
             num_accepted_tokens, request_indices, self._requests, self._slots, self._cu,
-            block_table, num_computed_tokens, self._pending,
+            block_table, num_computed_tokens, self._pending, self._base, self._write_at,
             first.state, states, first.conv, convs, first.records.u, us, first.records.key_gate, key_gates,
             self._a_log, self._dt_bias, self._write_rows, first.lower_bound if bounded else 0.0,
             int(self._flush_all), mamba_block_size or 1, *table,

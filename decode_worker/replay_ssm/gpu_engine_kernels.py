@@ -16,9 +16,9 @@ from decode_worker.replay_ssm.triton_kernels import _log_decay
 # What changes from step to step is no reason for another compilation: it would fall into a served step.
 @triton.jit(do_not_specialize=["windows", "s_state_indices"])
 def plan_step(
-    idx_mapping, request_indices, state_indices, query_start_loc, pending_by_request, parity,
-    slots, cu, requests, read_rows, write_rows, pending, conv_first,
-    windows, capacity, s_state_indices,
+    idx_mapping, request_indices, state_indices, query_start_loc, pending_by_request, base_by_request, parity,
+    slots, cu, requests, read_rows, write_rows, pending, write_at, conv_first,
+    windows, capacity, flush_at, s_state_indices,
     MAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program BLOCK windows. Rows behind ``windows`` become padding, so that a captured graph may be wider."""
@@ -31,19 +31,26 @@ def plan_step(
     slot = tl.load(state_indices + row * s_state_indices, mask=live, other=0).to(tl.int32)
     live = live & (slot > 0) & (request >= 0)
     n = tl.load(pending_by_request + request, mask=live, other=0)
+    base = tl.load(base_by_request + request, mask=live, other=0)
     turn = tl.load(parity + request, mask=live, other=0)
+    # A step that folds writes to the other row; one that does not appends to this one.
+    folds = base + n >= flush_at
+    after = tl.where(folds, 1 - turn, turn)
+    behind = tl.where(folds, 0, base + n)
     inside = row < capacity
     tl.store(slots + row, tl.where(live, slot, 0), mask=inside)
     tl.store(requests + row, tl.where(live, request, -1), mask=inside)
     tl.store(read_rows + row, tl.where(live, 2 * request + turn, 0), mask=inside)
-    tl.store(write_rows + row, tl.where(live, 2 * request + 1 - turn, 0), mask=inside)
-    tl.store(pending + row, n, mask=inside)
+    tl.store(write_rows + row, tl.where(live, 2 * request + after, 0), mask=inside)
+    tl.store(pending + row, base + n, mask=inside)
+    tl.store(write_at + row, behind, mask=inside)
     tl.store(conv_first + row, tl.maximum(n - 1, 0), mask=inside)
     end = tl.load(query_start_loc + tl.minimum(row, windows))
     tl.store(cu + row, end.to(tl.int32), mask=row <= capacity)
-    # The layers of this step fold what was pending, whatever becomes of the step.
+    # The layers of this step fold what was pending, or leave it where it is, whatever becomes of the step.
     tl.store(pending_by_request + request, 0, mask=live)
-    tl.store(parity + request, 1 - turn, mask=live)
+    tl.store(base_by_request + request, behind, mask=live)
+    tl.store(parity + request, after, mask=live)
 
 
 @triton.jit
@@ -70,8 +77,8 @@ def commit_step(
 
 @triton.jit(do_not_specialize=["flush_all", "block_size", "table_width", "s_table_row", "s_table_col"])
 def commit_layers(
-    sampled, request_indices, requests, slots, cu, block_table, computed, pending_by_request,
-    state_ref, states, conv_ref, convs, u_ref, us, kg_ref, kgs, a_log, dt_bias, rows, lower_bound,
+    sampled, request_indices, requests, slots, cu, block_table, computed, pending_by_request, base_by_request,
+    write_at, state_ref, states, conv_ref, convs, u_ref, us, kg_ref, kgs, a_log, dt_bias, rows, lower_bound,
     flush_all, block_size, table_width, s_table_row, s_table_col,
     s_state, s_conv_slot, s_conv_col, s_conv_chan, s_u_row, s_u_head, s_kg_row, s_kg_head,
     H,
@@ -79,8 +86,9 @@ def commit_layers(
     MAPPED: tl.constexpr, ALIGN: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program a (window, layer, head). What the window kept is pending, if nobody reads the state before the next
-    one. Otherwise it is folded: all n records into the request's last block, the first m of them into the block whose
-    end lies among them as well; the convolution's history moves to the front there.
+    one. Otherwise it is folded, behind what earlier windows left in the row: all n records into the request's last
+    block, the first m of them into the block whose end lies among them as well; the convolution's history moves to the
+    front there.
 
     The convolution's cache holds W-2 columns of history and then the window, so n >= 1 accepted tokens end at column
     W-2 + n.
@@ -116,8 +124,10 @@ def commit_layers(
     flush = flush & (n > 0) & (final > 0)
     if (layer == 0) & (h == 0):
         tl.store(pending_by_request + tl.load(requests + row), tl.where(flush, 0, n))
+        tl.store(base_by_request + tl.load(requests + row), 0, mask=flush)
     if not flush:
         return
+    before_window = tl.load(write_at + row)
     source = slot.to(tl.int64)
     final = final.to(tl.int64)
     boundary = boundary.to(tl.int64)
@@ -133,13 +143,13 @@ def commit_layers(
         v1 = part * BV + tl.arange(0, BV)
         tile = h * V * K + v1[:, None] * K + ok[None, :]
         s = tl.load(state + source * s_state + tile)
-        for j in range(0, n):
+        for j in range(0, before_window + n):
             k = tl.load(kg + j * 2 * K + ok).to(tl.float32)
             g = tl.load(kg + j * 2 * K + K + ok).to(tl.float32)
             k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
             s = s * tl.exp(_log_decay(g + bias, a, lower_bound, BOUNDED))[None, :]
             s += tl.load(u_ptr + j * V + v1)[:, None] * k[None, :]
-            if j + 1 == m:
+            if (m > 0) & (j + 1 == before_window + m):
                 tl.store(state + boundary * s_state + tile, s)
         tl.store(state + final * s_state + tile, s)
     r = tl.arange(0, 4)[:, None]

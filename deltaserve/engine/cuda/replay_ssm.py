@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fold-at-start in place of RecoverSSM's verify and commit in vLLM's Kimi K3 layers on CUDA (docs/replay_ssm.md).
 
-Chosen by ``DELTASERVE_REPLAY_SSM=1`` in the environment of every vLLM process, together with vLLM's own
-``use_replayssm`` and drafts. vLLM then plans, allocates and schedules exactly as for RecoverSSM: one state slot a
-request, no speculative blocks. Exchanged are:
+Chosen by ``DELTASERVE_REPLAY_SSM=1`` (or ``=ring``: the ring, which writes a state when 16 accepted tokens have
+gathered) in the environment of every vLLM process, together with vLLM's own ``use_replayssm`` and drafts. vLLM then
+plans, allocates and schedules exactly as for RecoverSSM: one state slot a request, no speculative blocks. Exchanged
+are:
 
-    KDARecoverSSMRecords.allocate                 two record rows a request instead of one
+    KDARecoverSSMRecords.allocate                 two record rows a request instead of one, longer ones for the ring
     KimiK3KDAMetadataBuilder                      build: where this step's records lie, before the layers run
                                                   _get_recoverssm_context: an EngineRecords, whose commit vLLM calls
     KimiK3DeltaAttention                          __init__: refuse what the kernels do not take
-                                                  _recoverssm_verify: the two launches of a layer
+                                                  _recoverssm_verify: the launch of a layer
     MambaHybridModelState                         prepare_attn: which request is in which batch row
                                                   add_request: nothing is pending in a row that is taken anew
 
@@ -28,6 +29,9 @@ from typing import Any
 from deltaserve.engine.cpu.vllm_version import UnsupportedVllmError
 
 VARIABLE = "DELTASERVE_REPLAY_SSM"
+RING = 16
+"""Accepted tokens that a ring gathers before it writes the state."""
+
 SUPPORTED_VERSION = "0.33.0"
 _INSTALLED = "deltaserve_replay_ssm"
 
@@ -122,9 +126,16 @@ def require_version(version: str) -> None:
 def selected() -> bool:
     """Whether the environment asks for it. Raise ``ValueError`` for a value that says neither yes nor no."""
     value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}={value!r}: 1 switches fold-at-start on, 0 or nothing leaves it off")
-    return value == "1"
+    if value not in ("", "0", "1", "ring"):
+        raise ValueError(
+            f"{VARIABLE}={value!r}: 1 switches fold-at-start on, ring the ring, 0 or nothing leaves both off"
+        )
+    return value in ("1", "ring")
+
+
+def flush_at() -> int:
+    """How many accepted tokens gather before a state is written: 1 folds at the start of every step."""
+    return RING if os.environ.get(VARIABLE) == "ring" else 1
 
 
 def install(targets: Targets | None = None) -> bool:
@@ -181,8 +192,10 @@ def _exchange_records(records: Any) -> None:
     allocate = records.allocate
 
     @functools.wraps(allocate)
-    def allocate_pairs(max_num_reqs: int, *args: Any, **kwargs: Any) -> Any:
-        return allocate(2 * max_num_reqs, *args, **kwargs)
+    def allocate_pairs(
+        max_num_reqs: int, num_heads: int, spec_query_len: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        return allocate(2 * max_num_reqs, num_heads, spec_query_len + flush_at() - 1, *args, **kwargs)
 
     records.allocate = staticmethod(allocate_pairs)
 
@@ -236,7 +249,7 @@ def make_group(builder: Any) -> Any:
             conv=conv if conv.shape[1] == channels else conv.transpose(-1, -2),
             records=WindowRecords(layer.recoverssm_records.correction, layer.recoverssm_records.key_gate),
         )
-    group = EngineRecords(layers, 1 + builder.vllm_config.num_speculative_tokens)
+    group = EngineRecords(layers, 1 + builder.vllm_config.num_speculative_tokens, flush_at=flush_at())
     if next(iter(layers.values())).state.is_cuda:
         group.warm_up(align=builder.vllm_config.cache_config.mamba_cache_mode == "align")
     return group

@@ -159,6 +159,17 @@ def test_another_vllm_is_refused_before_anything_is_exchanged() -> None:
     assert replay_ssm.install(doubles()), "the control"
 
 
+def test_the_ring_has_longer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(replay_ssm.VARIABLE, "ring")
+    targets = doubles()
+    assert replay_ssm.install(targets)
+    assert replay_ssm.flush_at() == 16
+    assert targets.records.allocate(8, HEADS, WINDOW, DIM, "bf16", "cuda")[1:4] == (16, HEADS, WINDOW + 15)
+    monkeypatch.setenv(replay_ssm.VARIABLE, "1")
+    assert replay_ssm.flush_at() == 1, "the control"
+    assert targets.records.allocate(8, HEADS, WINDOW, DIM, "bf16", "cuda")[1:4] == (16, HEADS, WINDOW)
+
+
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize(("version", "words"), [("0.32.0", "another version"), ("0.33.0", "not a package")])
 def test_a_vllm_without_such_layers_is_refused(

@@ -43,7 +43,9 @@ class Request:
 class Engine:
     """Requests with a block table each on a group of layers."""
 
-    def __init__(self, requests: int, layers: int, heads: int, *, align: bool = True) -> None:
+    def __init__(
+        self, requests: int, layers: int, heads: int, *, align: bool = True, flush_at: int = 1
+    ) -> None:
         self.rng = torch.Generator().manual_seed(5)
         self.heads, self.align = heads, align
         columns = 6
@@ -53,7 +55,13 @@ class Engine:
         self.layers = {}
         for i in range(layers):
             records = WindowRecords.allocate(
-                2 * requests, heads, DIM, DIM, WINDOW, dtype=torch.float32, device=DEVICE
+                2 * requests,
+                heads,
+                DIM,
+                DIM,
+                WINDOW + flush_at - 1,
+                dtype=torch.float32,
+                device=DEVICE,
             )
             records.u.fill_(float("nan"))
             records.key_gate.fill_(float("nan"))
@@ -66,7 +74,7 @@ class Engine:
                 conv=torch.full((blocks, WINDOW + 2, channels), float("nan"), device=DEVICE).transpose(1, 2),
                 records=records,
             )
-        self.group = EngineRecords(self.layers, WINDOW, config=None if GPU else PORTABLE)
+        self.group = EngineRecords(self.layers, WINDOW, flush_at=flush_at, config=None if GPU else PORTABLE)
         self.requests: dict[int, Request] = {}
         self.worst_out = 0.0
         self.boundaries = 0
@@ -189,8 +197,9 @@ class Engine:
 
 @runs
 @pytest.mark.parametrize("align", [True, False], ids=["align", "plain"])
-def test_steps_of_an_engine(align: bool) -> None:
-    engine = Engine(3, 2, 3 if GPU else 1, align=align)
+@pytest.mark.parametrize("flush_at", [1, 5], ids=["start", "ring"])
+def test_steps_of_an_engine(align: bool, flush_at: int) -> None:
+    engine = Engine(3, 2, 3 if GPU else 1, align=align, flush_at=flush_at)
     engine.group.warm_up(align=align)
     for layer in engine.layers.values():
         for held in (layer.state, layer.conv, layer.records.u, layer.records.key_gate):
@@ -228,6 +237,33 @@ def test_a_request_that_begins_in_a_row_with_pending_records_has_none() -> None:
     engine.group._pending += 1
     engine.step({0: 1}, {0: 2}, flush_now=True)
     assert not engine.worst() < 1e-6, "the control: its predecessor's records"
+
+
+@runs
+def test_a_ring_between_an_engines_steps() -> None:
+    """A state stays as it is until 5 tokens have gathered, then the next window folds them; a request that begins in
+    the same row meets no record of its predecessor."""
+    engine = Engine(1, 1, 1, align=False, flush_at=5)
+    engine.begin(0, 3)
+    state = engine.layers["layer 0"].state
+    before = state.clone()
+    for n in (2, 2, 4):
+        engine.step({0: n}, {0: 4})
+        assert torch.equal(state[1], before[1])
+    engine.step({0: 2}, {0: 2})
+    assert not torch.equal(state[1], before[1])
+    folded = state.clone()
+    engine.step({0: 1}, {0: 4})
+    assert torch.equal(state[1], folded[1])
+    engine.begin(0, 5)
+    engine.step({0: 1}, {0: 2})
+    engine.step({0: 1}, {0: 2}, flush_now=True)
+    assert engine.worst_out < 1e-5
+    assert engine.worst() < 1e-6
+    engine.begin(0, 5)
+    engine.group._base += 1
+    engine.step({0: 1}, {0: 2}, flush_now=True)
+    assert not engine.worst() < 1e-6, "the control: a record of the predecessor"
 
 
 def test_layers_that_differ_and_short_blocks_are_refused() -> None:
