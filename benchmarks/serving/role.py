@@ -184,6 +184,16 @@ def _roles(notes: Notes) -> None:
     wrap(decode, "on_output", output)
 
 
+def install_router(notes: Notes) -> None:
+    """Note when the router has a request's first token. To be called when vLLM may be imported."""
+
+    def first(original: Any, self: Any, flight: Any, *rest: Any) -> Any:
+        notes.add("routed", flight.name, time.monotonic())
+        return original(self, flight, *rest)
+
+    wrap(importlib.import_module("router.dispatcher").Dispatcher, "_first_output", first)
+
+
 def main() -> int:
     """Run the role."""
     folder, role = Path(sys.argv[1]), sys.argv[2]
@@ -201,6 +211,16 @@ def main() -> int:
             return start(*args, **kwargs)
 
         worker._start_engine = started
+    elif role == "router":
+        router = importlib.import_module("router.main")
+        notes = Notes(folder / f"{role}-{os.getpid()}.jsonl")
+        serve = router._main
+
+        async def served(*args: Any, **kwargs: Any) -> Any:
+            install_router(notes)
+            return await serve(*args, **kwargs)
+
+        router._main = served
     return command_line()
 
 

@@ -28,7 +28,8 @@ STEPS = (
     ("schedule", "decode prepared", "until the engine sends the load to its ranks"),
     ("load", "load begins", "ranks get, verify and scatter"),
     ("first step", "load ends", "until the engine has computed the first token"),
-    ("stream", "first", "the token reaches the client"),
+    ("stream", "first", "the token reaches the router"),
+    ("answer", "routed", "the router's answer reaches the client"),
 )
 """Name, the moment at which it begins, and what it is; each ends where the next one begins."""
 

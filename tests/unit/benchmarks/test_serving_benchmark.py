@@ -321,6 +321,7 @@ MOMENTS = {
         ["restored", "a", 1.064, 1.064],
         ["first", "a", 1.070, 1.070],
     ],
+    "router-3.jsonl": [["routed", "a", 1.071, 1.071]],
 }
 
 

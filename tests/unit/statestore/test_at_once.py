@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from statestore.connector import at_once
-from statestore.connector.messages import RankReport, RankReports
+from statestore.connector.connector import DeltaserveConnector
+from statestore.connector.messages import RankReport, RankReports, StepMetadata
 from tests.unit.statestore.test_prepared_publish import Rank, rank
 
 __all__ = ["rank"]
@@ -65,3 +66,15 @@ def test_the_scheduler_hears_of_it(rank: Rank, monkeypatch: pytest.MonkeyPatch, 
         assert heard[0].kv_connector_worker_meta == RankReports({}, {"good": [GOOD]})
     else:
         assert rank.half.results().finished_recving == {"good"}
+
+
+def test_a_load_begins_before_its_step_is_launched() -> None:
+    """vLLM calls `bind_connector_metadata` before the forward pass, and `start_load_kv` behind it."""
+    begun: list[Any] = []
+    half = SimpleNamespace(start_loads=begun.extend, prepare_publishes=lambda jobs: None)
+    connector: Any = object.__new__(DeltaserveConnector)
+    connector._scheduler, connector._worker = None, half
+    connector.bind_connector_metadata(StepMetadata(load=["job"]))  # type: ignore[list-item]
+    assert begun == ["job"]
+    connector.start_load_kv(None)
+    assert begun == ["job"], "once"
