@@ -7,8 +7,13 @@ Streams of one decode worker are timed token by token while other requests of on
     requests   prompts of two tokens: a request, a computed token and an answer, but no state
     loads      prompts of `--length` tokens, handed over: the same, and their state copied into the caches
 
-The prefill worker should have a device of its own (two GPUs), or its kernels are measured too. What `loads` takes
-longer than `requests` is the copies and one attention over a long prompt each.
+What `loads` takes longer than `requests` is the copies and one attention over a long prompt each, if the prefill worker
+has a device of its own (two GPUs). On one its kernels count too; `--elsewhere` tells them apart by one more phase:
+
+    elsewhere  the prompts of `loads`, handed over inside a second cluster on the same device
+
+Then what `loads` takes longer than `elsewhere` is what the decode worker itself pays, without what the copies and the
+prompts take from the device, which both have.
 """
 
 from __future__ import annotations
@@ -28,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.table import render
+from benchmarks.serving import model as serving_model
 from benchmarks.started import Started
 from deltaserve.verify.client import Endpoint
 from deltaserve.verify.prompts import Case, Prompt
 
-PHASES = ("alone", "requests", "loads")
+PHASES = ("alone", "requests", "elsewhere", "loads")
 
 
 @dataclass
@@ -72,15 +78,16 @@ def stream(endpoint: Endpoint, tokens: int, gaps: list[float]) -> None:
                 last = now
 
 
-def run(endpoint: Endpoint, name: str, args: argparse.Namespace) -> Phase:
-    """One phase."""
+def run(endpoint: Endpoint, name: str, args: argparse.Namespace, other: Endpoint | None = None) -> Phase:
+    """One phase; `other`: the second cluster, for the phase `elsewhere`."""
+    asked = other if name == "elsewhere" and other is not None else endpoint
     phase, over = Phase(name), threading.Event()
     lock = threading.Lock()
 
     def ask() -> None:
-        length, placement = (args.length, "handover") if name == "loads" else (2, "local")
+        length, placement = (2, "local") if name == "requests" else (args.length, "handover")
         case = Case(name, Prompt(tuple(random.choices(range(16, 500), k=length))), max_tokens=1)
-        _, trace = endpoint.complete(case, placement, salt=uuid.uuid4().hex)
+        _, trace = asked.complete(case, placement, salt=uuid.uuid4().hex)
         with lock:
             if not over.is_set():
                 phase.arrived += 1
@@ -114,7 +121,10 @@ def table(phases: list[Phase]) -> str:
         gaps = sorted(phase.gaps)
         mean = statistics.fmean(gaps)
         base[phase.name] = mean
-        over = f"{mean / base['requests'] - 1:+.1%}" if "requests" in base and phase.name == "loads" else ""
+        over = [
+            f"{mean / base[other] - 1:+.1%}" if phase.name == "loads" and other in base else ""
+            for other in ("elsewhere", "requests")
+        ]
         cuts = [gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.9, 0.99, 1.0)]
         lines.append(
             (
@@ -123,10 +133,11 @@ def table(phases: list[Phase]) -> str:
                 str(phase.nbytes),
                 f"{mean * 1e3:.3f}",
                 *(f"{cut * 1e3:.3f}" for cut in cuts),
-                over,
+                *over,
             )
         )
-    head = ("phase", "arrived", "bytes each", "ITL mean ms", "p50", "p90", "p99", "most", "over requests")
+    head = ("phase", "arrived", "bytes each", "ITL mean ms", "p50", "p90", "p99", "most")
+    head = (*head, "over elsewhere", "over requests")
     return render(head, lines)
 
 
@@ -136,6 +147,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument(
+        "--weightless",
+        action="store_true",
+        help="the 4.9B model of benchmarks.serving instead of --model: 57 MB a load, steps of milliseconds",
+    )
+    parser.add_argument("--elsewhere", action="store_true", help="start a second cluster on the same devices")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--length", type=int, default=8000, help="tokens of a prompt whose state is loaded")
     parser.add_argument("--every", type=float, default=0.25, help="seconds between two requests that arrive")
@@ -147,28 +164,37 @@ def main() -> int:
         "--out", type=Path, help="folder of the logs and of loads.json; empty: a temporary one"
     )
     args = parser.parse_args()
-    options = ["--model", str(args.model), "--device", args.device, "--max-num-batched-tokens", "8192"]
-    options += ["--kv-cache-bytes", str(args.kv_cache_bytes), "--max-num-seqs", "16"]
+    options = ["--device", args.device, "--max-num-batched-tokens", "8192", "--max-num-seqs", "16"]
+    options += ["--kv-cache-bytes", str(args.kv_cache_bytes)]
     with tempfile.TemporaryDirectory(prefix="deltaserve-loads-") as temporary:
-        cluster = Started("loads", options, {}, args.out or Path(temporary))
-        found: dict[str, Phase] = {name: Phase(name) for name in PHASES}
+        folder = args.out or Path(temporary)
+        if args.weightless:
+            dummy = json.dumps({"extra_args": {"load_format": "dummy"}})
+            options += ["--prefill-options", dummy, "--decode-options", dummy, "--max-model-len", "16384"]
+            args.model = serving_model.write(folder / "model")
+        options += ["--model", str(args.model)]
+        names = [name for name in PHASES if name != "elsewhere" or args.elsewhere]
+        clusters = [Started(name, options, {}, folder) for name in names if name in ("elsewhere", "loads")]
+        found: dict[str, Phase] = {name: Phase(name) for name in names}
         try:
-            cluster.ready()
-            print("ready", flush=True)
-            endpoint = Endpoint(cluster.url)
+            for cluster in clusters:
+                cluster.ready()
+                print(f"{cluster.name}: ready", flush=True)
+            other, endpoint = Endpoint(clusters[0].url), Endpoint(clusters[-1].url)
             warm = argparse.Namespace(**{**vars(args), "answer": max(16, args.answer // 10)})
-            for name in PHASES:
-                run(endpoint, name, warm)
+            for name in names:
+                run(endpoint, name, warm, other)
             for _ in range(args.rounds):
-                for name in PHASES:
-                    phase = run(endpoint, name, args)
+                for name in names:
+                    phase = run(endpoint, name, args, other)
                     print(f"{name}: {len(phase.gaps)} tokens, {phase.arrived} requests", flush=True)
                     found[name].gaps += phase.gaps
                     found[name].arrived += phase.arrived
                     found[name].nbytes = phase.nbytes
                 print("\n" + table(list(found.values())), flush=True)
         finally:
-            cluster.stop()
+            for cluster in clusters:
+                cluster.stop()
         if args.out:
             summary: dict[str, Any] = {name: vars(phase) for name, phase in found.items()}
             (args.out / "loads.json").write_text(json.dumps(summary))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.handoff.table import render
+from benchmarks.serving import model as serving_model
 from benchmarks.started import Started
 from deltaserve.verify.client import Endpoint
 from deltaserve.verify.prompts import Case, Prompt
@@ -50,15 +51,25 @@ def options(args: argparse.Namespace, variant: str) -> tuple[list[str], dict[str
     environment: dict[str, str] = {}
     chosen = ["--model", str(args.model), "--device", args.device, "--max-model-len", str(args.max_model_len)]
     chosen += ["--max-num-batched-tokens", str(args.tokens), "--kv-cache-bytes", str(args.kv_cache_bytes)]
+    extra = weightless(args)
     if args.device == "cpu":
-        prefill["extra_args"] = {
+        extra |= {
             "additional_config": {"kda_prefill_checkpoint": variant != "two"},
             "max_num_scheduled_tokens": args.tokens,
             "long_prefill_token_threshold": 0,
         }
     elif variant == "two":
         environment["DELTASERVE_INTERNAL_CHECKPOINTS"] = "0"
+    if extra:
+        prefill["extra_args"] = extra
+    if args.weightless:
+        chosen += ["--decode-options", json.dumps({"extra_args": weightless(args)})]
     return [*chosen, "--prefill-options", json.dumps(prefill)], environment
+
+
+def weightless(args: argparse.Namespace) -> dict[str, Any]:
+    """Engine arguments of a model whose weights every engine makes for itself; else none."""
+    return {"load_format": "dummy"} if args.weightless else {}
 
 
 def measure(clusters: list[Started], lengths: list[int], turns: int) -> list[Row]:
@@ -137,6 +148,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=Path("models/demo"))
+    parser.add_argument(
+        "--weightless",
+        action="store_true",
+        help="the 4.9B model of benchmarks.serving instead of --model: a prompt is as long as a prompt there",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000])
     parser.add_argument("--turns", type=int, default=12)
@@ -150,6 +166,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="deltaserve-passes-") as temporary:
         folder = args.out or Path(temporary)
+        if args.weightless:
+            args.model = serving_model.write(folder / "model")
         clusters: list[Started] = []
         try:
             for variant in args.variants:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,14 @@ deltaserve_prefill_tokens_total{kind="again"} 3.0
 """
 
 
-def asked(device: str) -> argparse.Namespace:
+def asked(device: str, weightless: bool = False) -> argparse.Namespace:
     return argparse.Namespace(
-        model=Path("models/demo"), device=device, max_model_len=4096, tokens=2048, kv_cache_bytes=1 << 28
+        model=Path("models/demo"),
+        device=device,
+        max_model_len=4096,
+        tokens=2048,
+        kv_cache_bytes=1 << 28,
+        weightless=weightless,
     )
 
 
@@ -47,6 +53,18 @@ def test_a_cluster_takes_every_variants_options(device: str, variant: str) -> No
     if device == "cpu":
         extra: Any = prefill["extra_args"]
         assert extra["additional_config"] == {"kda_prefill_checkpoint": variant != "two"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_without_weights_is_one_for_both_workers(device: str) -> None:
+    options, _ = passes.options(asked(device, weightless=True), "two")
+    parser = argparse.ArgumentParser()
+    add_options(parser, ClusterConfig, "up")
+    config = load(ClusterConfig, "up", parser.parse_args(options), {})
+    for role in ("prefill", "decode"):
+        extra: Any = config.worker_options(role)["extra_args"]
+        assert extra["load_format"] == "dummy"
+        assert ("additional_config" in extra) == ((device, role) == ("cpu", "prefill"))
 
 
 def test_counters_are_summed_over_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +97,43 @@ def test_the_table_of_loads_compares_with_requests_alone() -> None:
     assert lines[0][:5] == ["alone", "0", "0", "4.160", "4.000"]
     assert lines[2][0] == "loads"
     assert lines[2][-1] == "+20.0%"
+    phases.insert(2, loads.Phase("elsewhere", [0.0048] * 100, 8, 1000))
+    assert loads.table(phases).splitlines()[-1].split()[-2:] == ["+25.0%", "+20.0%"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "length", "placement", "where"),
+    [
+        ("requests", 2, "local", "own"),
+        ("loads", 30, "handover", "own"),
+        ("elsewhere", 30, "handover", "other"),
+    ],
+)
+def test_what_arrives_in_a_phase(
+    monkeypatch: pytest.MonkeyPatch, phase: str, length: int, placement: str, where: str
+) -> None:
+    arrived: list[tuple[str, int, str]] = []
+
+    class Answers:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def complete(self, case: Any, placement: str, salt: str) -> tuple[None, dict[str, Any]]:
+            arrived.append((self.name, case.length, placement))
+            return None, {"boundary_bytes": 7}
+
+    def stream(endpoint: Any, tokens: int, gaps: list[float]) -> None:
+        assert endpoint.name == "own", "the streams are of one cluster"
+        time.sleep(0.1)
+        gaps += [0.004] * 10
+
+    monkeypatch.setattr(loads, "stream", stream)
+    args = argparse.Namespace(length=30, streams=2, answer=10, every=0.02)
+    own, other = Answers("own"), Answers("other")
+    found = loads.run(own, phase, args, other)  # type: ignore[arg-type]
+    assert set(arrived) == {(where, length, placement)}
+    assert found.arrived > 0
+    assert len(found.gaps) == 18
 
 
 def test_a_stream_is_timed_event_by_event(monkeypatch: pytest.MonkeyPatch) -> None:
