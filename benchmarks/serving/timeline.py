@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from benchmarks.intervals import covered
@@ -83,7 +83,9 @@ def handoffs(noted: Noted, firsts: Mapping[str, float]) -> dict[str, dict[str, f
         moments = noted.moments.get(request_id, {})
         if any(begin not in moments for _, begin, _ in STEPS):
             continue
-        times = [*(moments[begin] for _, begin, _ in STEPS), first]
+        # What has happened beside an earlier step (an early read) is not on the path: a step begins where all before it
+        # have ended.
+        times = list(accumulate([*(moments[begin] for _, begin, _ in STEPS), first], max))
         steps = {
             name: later - earlier
             for (name, _, _), (earlier, later) in zip(STEPS, pairwise(times), strict=True)

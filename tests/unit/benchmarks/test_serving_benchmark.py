@@ -345,6 +345,21 @@ def test_steps_add_up_to_the_handoff(tmp_path: Path) -> None:
     assert timeline.medians(found.values())["report"] == pytest.approx(5.0)
 
 
+def test_what_runs_beside_the_commit_is_not_on_the_path(tmp_path: Path) -> None:
+    """An early read begins before the commit has ended, and may end before it."""
+    noted = notes(tmp_path)
+    noted.moments["a"] |= {
+        "decode begins": 1.031,
+        "decode prepared": 1.032,
+        "load begins": 1.033,
+        "load ends": 1.036,
+    }
+    steps = timeline.handoffs(noted, {"a": 1.072})["a"]
+    assert [steps[name] for name in ("hand on", "record", "schedule", "load")] == [0.0] * 4
+    assert steps["first step"] == pytest.approx(0.033)
+    assert sum(steps[name] for name, _, _ in timeline.STEPS) == pytest.approx(steps["handoff"])
+
+
 def test_metrics_are_added_up_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {
         "u/0": 'x_sum{engine="0",stage="put"} 2.5\nx_count{engine="0",stage="put"} 5\n# HELP x\n',
