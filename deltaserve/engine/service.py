@@ -325,9 +325,13 @@ class WorkerService(WorkerServicer):
         elif kind == "abort":
             self._abort(stream, list(message.abort.ids))
         elif kind == "confirm":
-            if (job := stream.jobs.get(message.confirm.id)) is not None:
+            leg = message.confirm.id
+            if (job := stream.jobs.get(leg)) is not None:
                 assert self._role is not None
                 self._role.on_confirmed(job)
+            else:
+                # It has ended, and the router hears what it said before this; or it was never here.
+                stream.send(pb.FromWorker(loaded=pb.Loaded(id=leg, failure="unknown", withdrawn=True)))
         elif kind == "release":
             boundaries = list(message.release.boundaries)
             stream.boundaries.difference_update(boundaries)

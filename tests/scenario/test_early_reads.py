@@ -113,7 +113,7 @@ async def test_answers_are_exact_and_nothing_is_left(early: Stack) -> None:
 
 
 async def test_control_without_the_switch_nothing_is_told() -> None:
-    async with running() as stack:
+    async with running(early_reads=False) as stack:
         await stack.add("prefill")
         await stack.add("decode")
         held = Held(stack)
@@ -441,6 +441,57 @@ async def test_a_ledger_that_cannot_be_read(
     assert early.trace(ask)["from_store"] == LENGTH - 1
     assert count(early, "withdrawn") == 1
     await early.back_to(baseline)
+
+
+@pytest.mark.parametrize("lost", ["written", "add", "confirm", "withdrawn"])
+async def test_a_lost_message(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is needed for an answer; the push is silent, so that the router's word counts."""
+    async with running(early_reads=True) as stack:
+        await stack.add("prefill")
+        await stack.add("decode", load_timeout=0.3)
+        baseline = stack.gauges()
+        stack.decode.ledger.silent = True
+        losses = []
+        held: Held | None = None
+        if lost == "written":
+            monkeypatch.setattr(
+                type(stack.dispatcher), "written", lambda self, link, message: losses.append(message)
+            )
+        elif lost == "withdrawn":
+            # The reader has given up before the commit: Confirm finds no request.
+            held = Held(stack)
+            heard = type(stack.dispatcher).loaded
+
+            def loaded(self: Any, link: WorkerLink, message: pb.Loaded) -> None:
+                if message.withdrawn and not losses:
+                    losses.append(message)
+                else:
+                    heard(self, link, message)
+
+            monkeypatch.setattr(type(stack.dispatcher), "loaded", loaded)
+        else:
+            send = WorkerLink.send
+
+            def losing(self: WorkerLink, message: pb.ToWorker) -> None:
+                kind = message.WhichOneof("body")
+                if kind == lost and (kind == "confirm" or message.add.load.early) and not losses:
+                    losses.append(message)
+                else:
+                    send(self, message)
+
+            monkeypatch.setattr(WorkerLink, "send", losing)
+        if lost == "add":
+            await stack.add(
+                "decode", load_timeout=0.3
+            )  # the request goes to another one when this one is silent
+            baseline = stack.gauges()
+        ask = stack.ask(stack.prompt(LENGTH))
+        await until(lambda: bool(losses))
+        if held is not None:
+            held.go()
+        assert stack.is_right(await stack.end(ask))
+        assert stack.trace(ask)["from_store"] == LENGTH - 1
+        await stack.back_to(baseline)
 
 
 # ---- cancelled at each point
