@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from prometheus_client import Counter
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from router.flight import Boundary, Flight, Stage
@@ -31,6 +32,7 @@ class Books:
         """Those of them that no decode worker can take now."""
         self._roster, self._metrics, self._outbox = roster, metrics, outbox
         # Looked up once: a label costs more than counting.
+        self._outcomes: dict[str, Counter] = {}
         self._sources = [metrics.prompt_tokens.labels(source) for source in ("store", "local", "computed")]
 
     def deliver(self, batch: list[EngineCoreOutput]) -> None:
@@ -119,7 +121,9 @@ class Books:
         trace.status, trace.finish_reason, trace.output_tokens = outcome, reason, flight.tokens_sent
         trace.ended_after = round(asyncio.get_running_loop().time() - flight.arrival, 6)
         self._metrics.in_flight.set(len(self.flights))
-        self._metrics.requests.labels(outcome).inc()
+        if (counter := self._outcomes.get(outcome)) is None:
+            counter = self._outcomes[outcome] = self._metrics.requests.labels(outcome)
+        counter.inc()
         self._metrics.tokens.inc(flight.tokens_sent)
         self._metrics.ended(trace)
         flight.spans.end(trace)

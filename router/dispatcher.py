@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 
 MAX_FLIGHTS = 8192
 """Engine requests held at once; more are refused."""
-DEFAULT_SEQS = 8
-"""Requests that a worker runs at once when it does not say."""
 
 
 class Overloaded(RuntimeError):
@@ -190,7 +188,7 @@ class Dispatcher:
     @property
     def decode_slots(self) -> int:
         """Requests that the decode workers can run at once."""
-        return sum(worker.description.max_num_seqs or DEFAULT_SEQS for worker in self.roster.ready("decode"))
+        return self.roster.decode_slots
 
     # ---- placing
 

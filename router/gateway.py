@@ -29,8 +29,10 @@ from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
 from router.admission import PROMPT_SEEN, Door, Key, KeyRing, Permit, Refused
+from router.admission.keys import ANONYMOUS
 from router.dispatcher import MAX_FLIGHTS, Dispatcher
 from router.errors import error_body
+from router.http_protocol import WHOLE
 from router.observe import name_request
 from router.placement import ANSWER_TOKENS, InvalidPlacement, parse_override
 from router.processes.merge import whole_health
@@ -111,6 +113,10 @@ def _noting_first_byte(send: Send, permit: Permit) -> Send:
     return noting
 
 
+def _no() -> bool:
+    return False
+
+
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
@@ -120,9 +126,8 @@ def _credential(scope: Scope) -> bytes:
     return _header(scope, b"authorization") or _header(scope, b"x-api-key")
 
 
-def _number(scope: Scope, name: bytes, kind: type[T]) -> T | None:
-    """A header that is a number; None without it. Raises Refused when it is something else."""
-    text = _header(scope, name)
+def _number(name: bytes, text: bytes, kind: type[T]) -> T | None:
+    """A header that is a number; None when it is empty. Raises Refused when it is something else."""
     if not text:
         return None
     try:
@@ -179,7 +184,7 @@ class Gateway:
             await send({"type": "websocket.close", "code": 1008})
             return
         path, method = scope["path"], scope["method"]
-        key = self._keys.find(_credential(scope))
+        key = self._keys.find(_credential(scope)) if self._keys else ANONYMOUS
         if path == "/health" and method in ("GET", "HEAD"):
             await self._health(send)
         elif self._page.serves(path):
@@ -274,8 +279,11 @@ class Gateway:
     async def _post(self, scope: Scope, receive: Receive, send: Send, key: Key) -> None:
         limit = self._config.max_body_bytes
         try:
-            async with asyncio.timeout(self._config.client_timeout):
+            if scope.get(WHOLE, _no)():  # nothing to wait for
                 body = await self._body(scope, receive, limit)
+            else:
+                async with asyncio.timeout(self._config.client_timeout):
+                    body = await self._body(scope, receive, limit)
         except _TooLong:
             await self._drain(receive, DRAIN_BODIES * limit)
             message = f"the body is longer than {limit} bytes (--max-body-bytes)"
@@ -334,8 +342,12 @@ class Gateway:
     async def _enter(self, scope: Scope, body: bytes, key: Key) -> Permit:
         """A slot for this request. Raises Refused, also for headers that say nothing sensible."""
         cost = len(body) / self.door.pace.bytes_per_token + ANSWER_TOKENS
-        priority = _number(scope, b"x-priority", int)
-        deadline = _number(scope, b"x-ttft-deadline-ms", float)
+        priority = deadline = None
+        for name, value in scope["headers"]:
+            if name == b"x-priority":
+                priority = _number(name, value, int)
+            elif name == b"x-ttft-deadline-ms":
+                deadline = _number(name, value, float)
         if deadline is not None and not 0 < deadline < 1e9:
             raise Refused(400, "x-ttft-deadline-ms: must be milliseconds, more than 0")
         return await self.door.enter(key, cost, priority, None if deadline is None else deadline / 1000)

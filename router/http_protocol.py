@@ -40,6 +40,8 @@ PUSH = "deltaserve.push"
 """Where the ASGI scope keeps the function that writes a chunk at once."""
 
 
+WHOLE = "deltaserve.whole"
+"""Where the ASGI scope keeps the function that says whether all of the request's body has come."""
 LEAVING = "deltaserve.leaving"
 """Where the ASGI scope keeps what says that the client has left."""
 
@@ -138,6 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.scope is self.scope:  # else: an upgrade, which is not served
             self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
             self.scope[LEAVING] = Leaving()  # type: ignore[literal-required]
+            self.scope[WHOLE] = functools.partial(_whole, self.cycle)  # type: ignore[literal-required]
             self.scope[PUSH] = functools.partial(_push, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
@@ -291,6 +294,10 @@ class HeadWithBody:
     def __getattr__(self, name: str) -> Any:
         self._flush()
         return getattr(self._transport, name)
+
+
+def _whole(cycle: RequestResponseCycle) -> bool:
+    return not cycle.more_body
 
 
 def _push(cycle: RequestResponseCycle, body: bytes) -> bool:

@@ -293,6 +293,7 @@ def _make_server(application: Any, announce: Callable[[], None], config: RouterC
             timeout_graceful_shutdown=HTTP_SECONDS,
             timeout_keep_alive=30,
             server_header=False,
+            proxy_headers=False,  # nothing here asks where a client is
             http=bounded(config.client_timeout),
             ws="none",
             ssl_certfile=config.tls_cert,

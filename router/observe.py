@@ -12,12 +12,13 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter
 
 from starlette.types import ASGIApp as App
 from starlette.types import Message, Receive, Scope, Send
 
-from deltaserve.telemetry import about, tracing
+from deltaserve.telemetry import tracing
+from deltaserve.telemetry.logs import REQUEST_ID
+from deltaserve.telemetry.tracing import NO_SPAN
 from router.dispatcher import Dispatcher
 from router.spans import HTTP_SPAN
 
@@ -45,40 +46,42 @@ class Observed:
         if scope["type"] != "http" or path.startswith(_QUIET):
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        given = headers.get(HEADER, b"")
-        request_id = given.decode() if _SENSIBLE.fullmatch(given) else uuid.uuid4().hex
+        given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+        request_id = given.decode() if given and _SENSIBLE.fullmatch(given) else uuid.uuid4().hex
         scope[KEY] = request_id
-        seen = Counter[str]()
+        status = 0
 
         async def noting(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                seen["status"] = message["status"]
+                status = message["status"]
                 message = {**message, "headers": [*message["headers"], (HEADER, request_id.encode())]}
             await send(message)
 
-        span = tracing.begin(
-            f"{scope['method']} {path}",
-            headers.get(b"traceparent", b"").decode("ascii", "replace"),
-            "server",
-            http_method=scope["method"],
-            url_path=path,
-            request_id=request_id,
-        )
+        span = NO_SPAN
+        if tracing.enabled():
+            traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+            span = tracing.begin(
+                f"{scope['method']} {path}",
+                traceparent.decode("ascii", "replace"),
+                "server",
+                http_method=scope["method"],
+                url_path=path,
+                request_id=request_id,
+            )
         token = HTTP_SPAN.set(span)
+        named = REQUEST_ID.set(_PREFIX.get(path, "") + request_id)
         began = time.monotonic()
         try:
-            with about(_PREFIX.get(path, "") + request_id):
-                try:
-                    await self._app(scope, receive, noting)
-                finally:
-                    if self._lines:
-                        took = time.monotonic() - began
-                        log.info("%s %s %d after %.3f s", scope["method"], path, seen["status"], took)
+            await self._app(scope, receive, noting)
         finally:
+            if self._lines:
+                took = time.monotonic() - began
+                log.info("%s %s %d after %.3f s", scope["method"], path, status, took)
+            REQUEST_ID.reset(named)
             HTTP_SPAN.reset(token)
-            span.set(http_status=seen["status"] or None)
-            span.end(f"status {seen['status']}" if seen["status"] >= 500 else "")
+            span.set(http_status=status or None)
+            span.end(f"status {status}" if status >= 500 else "")
 
 
 def name_request(scope: Scope, body: bytes) -> None:

@@ -21,6 +21,8 @@ from statestore.reshard import meaning, refusal
 
 log = logging.getLogger(__name__)
 
+DEFAULT_SEQS = 8
+"""Requests that a worker runs at once when it does not say."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 WATCH_PAUSE = 1.0
 
@@ -51,6 +53,7 @@ class Roster:
         self._closing: set[asyncio.Task[None]] = set()
         self._decode_up = asyncio.Event()
         self._teams: list[Team] | None = None
+        self._slots: int | None = None
         self._refused: list[str] = []
         self.dial = Dial()
         """How workers are reached; to be set before `start`."""
@@ -80,6 +83,13 @@ class Roster:
     def decodes(self, excluded: Collection[str] = ()) -> list[WorkerLink]:
         """Decode workers that take new requests and are not excluded."""
         return [link for team in self.teams() for link in team.decodes_but(excluded)]
+
+    @property
+    def decode_slots(self) -> int:
+        """Requests that the decode workers can run at once; counted anew only after a change."""
+        if self._slots is None:
+            self._slots = sum(link.description.max_num_seqs or DEFAULT_SEQS for link in self.ready("decode"))
+        return self._slots
 
     def teams(self) -> list[Team]:
         """The workers that take new requests, by model and meaning of their state; made anew only after a change."""
@@ -131,7 +141,7 @@ class Roster:
 
     def changed(self) -> None:
         """Recompute what depends on the links' states; links' owners call it after an up or a down."""
-        self._teams = None
+        self._teams = self._slots = None
         if self.ready("decode"):
             self._decode_up.set()
         else:
@@ -260,7 +270,7 @@ class Roster:
 
     def _drop(self, link: WorkerLink) -> None:
         self._links.pop(link.worker_id, None)
-        self._teams = None
+        self._teams = self._slots = None
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -7,6 +7,7 @@ nothing comes later for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextvars import ContextVar
 
@@ -24,13 +25,18 @@ ROUTES: ContextVar[list[Trace] | None] = ContextVar("ROUTES", default=None)
 
 def value(traces: Iterable[Trace]) -> bytes:
     """The header's value; empty without requests."""
-    routes = list(dict.fromkeys(_one(trace) for trace in traces))
+    routes = list(dict.fromkeys(map(_one, traces)))
     more = [f"and {len(routes) - LISTED} more"] if len(routes) > LISTED else []
     return ", ".join(routes[:LISTED] + more).encode("ascii", "replace")
 
 
+@functools.lru_cache(maxsize=256)  # policies have few words
+def _printable(words: str) -> str:
+    return "".join(character for character in words if character.isprintable() and character not in '"\\')
+
+
 def _one(trace: Trace) -> str:
-    why = "".join(character for character in trace.why if character.isprintable() and character not in '"\\')
+    why = _printable(trace.why)
     return f'{trace.route}; why="{why}"' if why else trace.route
 
 

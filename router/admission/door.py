@@ -115,11 +115,11 @@ class Door:
 
     def pump(self) -> None:
         """Let in what there is room for; to be called when workers have come or gone."""
-        now = self.clock()
-        if not self._slots() and self._queue and self._nobody_timer is None:
+        now, slots = self.clock(), self._slots()
+        if not slots and self._queue and self._nobody_timer is None:
             loop = asyncio.get_running_loop()
             self._nobody_timer = loop.call_later(self._nobody_wait, self._nobody)
-        while self._share.room(self.inside, self._slots()):
+        while self._queue and self._share.room(self.inside, slots):
             waiting = self._queue.pop()
             if waiting is None:
                 break
@@ -133,7 +133,7 @@ class Door:
             self._note()
             waiting.future.set_result(None)
         self._note()
-        self._share.freed(self._slots())
+        self._share.freed(slots)
 
     # ---- inside
 

@@ -48,6 +48,10 @@ class KeyRing:
         """`keys`: secret and key, by name."""
         self._keys = [(_digest(secret), key) for secret, key in (keys or {}).values()]
 
+    def __bool__(self) -> bool:
+        """Whether keys are needed."""
+        return bool(self._keys)
+
     @property
     def limited(self) -> list[str]:
         """Names of the keys that have limits of their own."""

@@ -33,6 +33,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from router.faces import forms
@@ -222,8 +223,6 @@ class LeanApp:
         self, scope: Scope, document: dict[str, Any], nbytes: int, receive: Receive, send: Send
     ) -> bool:
         """Answer; False when vLLM's application shall, nothing has been sent then."""
-        from starlette.requests import Request
-
         handler = self._handlers[scope["path"]]
         options = document.get("stream_options")
         usage = bool(options and options.get("include_usage"))
@@ -322,9 +321,6 @@ class LeanApp:
         send: Send,
     ) -> None:
         """The answer that is not streamed."""
-        from starlette.requests import Request
-        from vllm.exceptions import GenerationError
-
         forget = _leaving(stream, scope, receive)
         created = int(time.time())
         try:
@@ -336,6 +332,8 @@ class LeanApp:
         if not stream.ended:
             return
         if stream.failed:
+            from vllm.exceptions import GenerationError
+
             scope["app"] = self._app
             await self._excuse(GenerationError(FAILED), Request(scope, receive), receive, send)
             return

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Send
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from router.errors import error_body
 from router.faces.chunks import Filled, Form, usage_event
@@ -45,9 +47,6 @@ class LeanStream:
         push: Callable[[bytes], bool] | None = None,
     ) -> None:
         """`stop` is called with the request's id when a stop string has completed it; `push` as in http_protocol."""
-        from vllm.v1.engine import FinishReason
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
         assert request.prompt_token_ids is not None
         self.request = request
         self.prompt_tokens = len(request.prompt_token_ids)
@@ -56,13 +55,14 @@ class LeanStream:
         self.ended = False
         """True once the last output has been taken."""
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        self._reasons = FinishReason
         self._stop = stop
         self._push = push
         self._filled: Filled | None = None
         """Set once events may be pushed: the first one has been sent."""
         self._quiet = False
         """Set by `end`: nobody waits for anything but the end."""
+        self._kept: list[int] | None = None
+        """Tokens for the end: nobody reads before, and no stop string can end the answer earlier."""
         self._text = ""
         self._finish: str = ""
         self._drafts: Any = None
@@ -77,7 +77,7 @@ class LeanStream:
         if self.ended:
             return
         reason, stop_reason = output.finish_reason, output.stop_reason
-        reasons = self._reasons
+        reasons = FinishReason
         try:
             if output.prefill_stats is not None:
                 self._cached = {
@@ -86,7 +86,13 @@ class LeanStream:
                 }
             if output.spec_decode_metrics is not None:
                 self._drafts = output.spec_decode_metrics
-            stop = self._detokenizer.update(output.new_token_ids, reason is reasons.STOP)
+            tokens = output.new_token_ids
+            if self._kept is not None:
+                self._kept.extend(tokens)
+                if reason is None:
+                    return
+                tokens = self._kept
+            stop = self._detokenizer.update(tokens, reason is reasons.STOP)
             if stop:
                 if reason is None:
                     self._stop(self.request.request_id)
@@ -128,6 +134,9 @@ class LeanStream:
     async def end(self) -> None:
         """Return when the last output has been taken, or the client has gone."""
         self._quiet = True
+        params = self.request.sampling_params
+        if params is not None and not params.stop:
+            self._kept = []
         while not (self.ended or self.gone):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +21,14 @@ _PLACES = {
     "finish": f'"finish_reason":"{FINISH}"',
     "metrics": '"metrics":null',
 }
+_COUNTS, _TOTAL = ("@prompt@", "@completion@"), "@total@"
+CACHED = ("cached_tokens", "created_cache_tokens")
+"""What `cached` has in `WholeForm.fill`."""
 _CREATED = re.compile(r'"created":\d+')
+
+
+def _cached(name: str) -> str:
+    return f"@{name}@"
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,17 @@ class WholeForm:
     pieces: tuple[str, ...]
     places: tuple[str, ...]
     usage: dict[str, Any]
+
+    @functools.cached_property
+    def _usage(self) -> str:
+        """`usage` as JSON, with marks in the places of a request's numbers."""
+        marks = {name: _cached(name) for name in CACHED}
+        usage: dict[str, Any] = counted(self.usage, 0, 0, marks)  # type: ignore[arg-type]
+        usage |= dict(zip(("prompt_tokens", "completion_tokens"), _COUNTS, strict=True))
+        text = compact(usage | {"total_tokens": _TOTAL})
+        for mark in (*_COUNTS, _TOTAL, *marks.values()):
+            text = text.replace(f'"{mark}"', mark)
+        return text
 
     def fill(
         self,
@@ -46,7 +65,12 @@ class WholeForm:
         metrics: str = "null",
     ) -> bytes:
         """The answer's JSON. `cached`: as in `chunks.counted`; `metrics`: JSON of what vLLM says of drafts."""
-        usage = counted(self.usage, prompt_tokens, completion_tokens, cached)
+        usage = self._usage
+        for mark, value in zip(_COUNTS, (prompt_tokens, completion_tokens), strict=True):
+            usage = usage.replace(mark, str(value))
+        usage = usage.replace(_TOTAL, str(prompt_tokens + completion_tokens))
+        for name, value in cached.items():
+            usage = usage.replace(_cached(name), str(value))
         values = {
             "text": quote(text),
             "id": quote(response_id),
@@ -54,7 +78,7 @@ class WholeForm:
             "stop": compact(stop_reason),
             "finish": f'"finish_reason":{quote(finish_reason)}',
             "created": f'"created":{created}',
-            "usage": compact(usage),
+            "usage": usage,
             "metrics": f'"metrics":{metrics}',
         }
         parts = [self.pieces[0]]
