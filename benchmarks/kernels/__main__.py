@@ -42,7 +42,7 @@ def point(
     row: dict[str, Any] = {"heads": heads, "batch": batch, "window": window, "layers": layers.count}
     row["floor_us"] = layers.least_bytes() / bandwidth * 1e6
     row["two_state_passes_us"] = 2 * layers.state_bytes / bandwidth * 1e6
-    config = choose(window)
+    config = choose(window, batch * heads)
     if tune:
         config = best_cut(row, "tuned", layers) or config
     row["config"] = asdict(config)
@@ -58,7 +58,7 @@ def point(
         torch.cuda.empty_cache()
         turning = Layers(heads, batch, window, ring)
         row["ring_floor_us"] = turning.least_bytes() / bandwidth * 1e6
-        config = choose(turning.records[0].u.shape[2])
+        config = choose(turning.records[0].u.shape[2], batch * heads)
         if tune:
             config = best_cut(row, "ring_tuned", turning) or config
         row["ring_config"] = asdict(config)

@@ -97,11 +97,12 @@ class EngineRecords:
         everyone = list(layers.values())
         self.window = window
         self.flush_at = flush_at
-        self.config = config or replace(gpu_path.choose(capacity), overlap=False)
+        self.capacity = capacity
+        self.config = config
         self.max_requests = first.records.u.shape[0] // 2
         device = first.state.device
         self.workspace = None
-        if self.config.kernel == "portable":
+        if self._cut(1).kernel == "portable":
             self.workspace = gpu_path.Workspace(
                 self.max_requests, heads, capacity, dtype=first.records.key_gate.dtype, device=device
             )
@@ -133,6 +134,11 @@ class EngineRecords:
         self._a_log = torch.stack([layer.a_log.reshape(-1) for layer in everyone]).float().contiguous()
         self._dt_bias = torch.stack([layer.dt_bias.reshape(-1) for layer in everyone]).float().contiguous()
 
+    def _cut(self, windows: int) -> gpu_path.KernelConfig:
+        """How the kernels are cut for a step of ``windows``."""
+        heads = next(iter(self.layers.values())).state.shape[1]
+        return self.config or replace(gpu_path.choose(self.capacity, windows * heads), overlap=False)
+
     def warm_up(self, *, align: bool) -> None:
         """Have every kernel compiled that a step may need, so that no served step waits for a compiler.
 
@@ -154,7 +160,8 @@ class EngineRecords:
         name = next(iter(self.layers))
         # Betas are a part of a wide projection, or were gathered: rows that are multiples of 16, or of the heads alone.
         for raw_beta in (wide, torch.zeros(1, 1, heads, dtype=dtype, device=device)):
-            self.advance(name, x, raw_g, raw_beta, out, 1)
+            for cut in {self._cut(1), self._cut(self.max_requests)}:
+                self._launch(name, x, raw_g, raw_beta, out, 1, cut)
         blocks: dict[str, Any] = {}
         if align:
             blocks = {
@@ -227,6 +234,18 @@ class EngineRecords:
         self, name: str, x: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor, windows: int
     ) -> None:
         """A layer's part of the step, for the plan's first ``windows`` rows; as ``gpu_path.advance_window``."""
+        self._launch(name, x, raw_g, raw_beta, out, windows, self._cut(windows))
+
+    def _launch(
+        self,
+        name: str,
+        x: Tensor,
+        raw_g: Tensor,
+        raw_beta: Tensor,
+        out: Tensor,
+        windows: int,
+        cut: gpu_path.KernelConfig,
+    ) -> None:
         layer = self.layers[name]
         gpu_path.advance_window(
             x,
@@ -242,7 +261,7 @@ class EngineRecords:
             plan=self.rows(windows),
             out=out,
             workspace=self.workspace,
-            config=self.config,
+            config=cut,
         )
 
     def commit(

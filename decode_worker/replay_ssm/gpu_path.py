@@ -25,6 +25,9 @@ TILE = 8
 RING_RECORDS = 3 * TILE
 """Most records a row of the Hopper kernel's ring: 16 accepted tokens and a window of 8 need 23."""
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
 HEAD_DIM = 128
 """K and V of K3 and of Kimi-Linear; the kernels' layouts are made for it."""
 
@@ -46,16 +49,22 @@ class KernelConfig:
     first_out: bool = True
     """"fused": mark what nobody reads again soon to leave the L2 cache first."""
     stream: bool = False
-    """"fused": hold no more rows of the state in shared memory than the warps work on; with 4 warps and 128 registers,
-    four programs fit on a multiprocessor."""
+    """"fused": hold no more rows of the state in shared memory than the warps work on; with 4 warps and 168 registers,
+    three programs fit on a multiprocessor."""
     overlap: bool = True
     """Programmatic dependent launch: a kernel's programs are placed while those of the one before it end."""
 
 
-def choose(capacity: int) -> KernelConfig:
-    """The cut for record rows that hold ``capacity`` records. One serves every number of heads and requests."""
+def choose(capacity: int, programs: int) -> KernelConfig:
+    """The cut for record rows that hold ``capacity`` records and ``programs`` = requests times heads.
+
+    Few programs are done soonest with more warps each. More of them than two a multiprocessor want a third beside them:
+    four warps and half of the state at a time leave room for it. The ring's records leave none that pays.
+    """
     if capacity > RING_RECORDS:
         return KernelConfig(kernel="portable", warps=2, registers=None)
+    if capacity <= TILE and programs > 2 * MULTIPROCESSORS:
+        return KernelConfig(warps=4, registers=168, stream=True)
     return KernelConfig()
 
 
@@ -210,7 +219,7 @@ def advance_window(
     that belong to no window (CUDA graph padding) are left alone. Raise ``ValueError`` for shapes that the kernels do
     not take.
     """
-    config = config or choose(records.u.shape[2])
+    config = config or choose(records.u.shape[2], plan.slots.shape[0] * state.shape[1])
     step = _Step(
         x, conv_weight, conv_cache, raw_g, raw_beta, a_log, dt_bias, lower_bound, state, records, plan, out
     )  # fmt: skip

@@ -215,6 +215,15 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         run.step([1] * 4)
 
 
+def test_the_cut_that_is_chosen() -> None:
+    """What was measured to be fastest on an H200 (docs/replay_ssm.md), at these numbers of programs."""
+    assert gpu_path.choose(8, 12) == KernelConfig()
+    for programs in (12 * 32, 12 * 128, 24 * 64, 24 * 128):
+        assert gpu_path.choose(8, programs) == KernelConfig(warps=4, registers=168, stream=True)
+        assert gpu_path.choose(23, programs) == KernelConfig()
+    assert gpu_path.choose(25, 12).kernel == "portable"
+
+
 @pytest.mark.skipif(not GPU, reason="the interpreter rounds to bf16 in its own way")
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_bf16_agrees_with_the_torch_path(name: str) -> None:
