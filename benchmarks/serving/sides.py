@@ -202,6 +202,7 @@ def engines(
             more = [f"--served-model-name={MODEL}", "--uvicorn-log-level=warning", *flags]
             if devices:
                 environment["CUDA_VISIBLE_DEVICES"] = devices[index % len(devices)]
+                environment["VLLM_PLUGINS"] = ""  # a peer is vLLM alone; on a CPU it has no kernels but ours
             if nixl:
                 environment |= _nixl_environment()
                 more.append('--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}')
