@@ -53,15 +53,16 @@ class Stage:
     gpus: int = 1
     drafts: bool = False
     """Both roles draft with the model's own head (MTP), states not written a draft."""
-    replay: bool = False
-    """Drafts are folded by this project's kernels (docs/replay_ssm.md) instead of vLLM's."""
+    replay: str = ""
+    """Drafts are folded by this project's kernels (docs/replay_ssm.md) instead of vLLM's: "1" at the start of every
+    step, "ring" when 16 tokens have gathered."""
     preset: str = ""
     """Model with random weights (`models.random_model`) that is made for it; empty: the model that is asked for."""
 
     @property
     def environment(self) -> dict[str, str]:
         """What the stage's processes find in their environment."""
-        return {"DELTASERVE_REPLAY_SSM": "1"} if self.replay else {}
+        return {"DELTASERVE_REPLAY_SSM": self.replay} if self.replay else {}
 
 
 def _layout(prefill: int, decode: int, dcp: int) -> list[str]:
@@ -71,7 +72,8 @@ def _layout(prefill: int, decode: int, dcp: int) -> list[str]:
 STAGES = (
     Stage("short-1-1-1", "TP1 to TP1", (*SHORT,)),
     Stage("short-drafts", "TP1 to TP1, MTP drafts, use_replayssm", (*SHORT,), drafts=True),
-    Stage("short-replay", "the same, drafts folded (ReplaySSM)", (*SHORT,), drafts=True, replay=True),
+    Stage("short-replay", "the same, drafts folded (ReplaySSM)", (*SHORT,), drafts=True, replay="1"),
+    Stage("short-ring", "the same, folded by 16 tokens (ring)", (*SHORT,), drafts=True, replay="ring"),
     Stage("damage", "every kind of damage before a load", ("--quick", "--damage", "each")),
     Stage("short-2-2-1", "TP2 to TP2", (*SHORT, *_layout(2, 2, 1)), 2),
     Stage("short-1-2-2", "TP1 to TP2 + DCP2", (*SHORT, *_layout(1, 2, 2)), 2),
@@ -97,7 +99,10 @@ STAGES = (
     Stage("long-1-1-1", "2,000 tokens, TP1 to TP1", (*LONG, *HANDOVER)),
     Stage("long-drafts", "2,000 tokens, MTP drafts, use_replayssm", (*LONG, *HANDOVER), drafts=True),
     Stage(
-        "long-replay", "2,000 tokens, drafts folded (ReplaySSM)", (*TWO, *HANDOVER), drafts=True, replay=True
+        "long-replay", "2,000 tokens, drafts folded (ReplaySSM)", (*TWO, *HANDOVER), drafts=True, replay="1"
+    ),
+    Stage(
+        "long-ring", "2,000 tokens, folded by 16 tokens (ring)", (*TWO, *HANDOVER), drafts=True, replay="ring"
     ),
     Stage("long-2-2-1", "2,000 tokens, TP2 to TP2", (*LONG, *HANDOVER, *_layout(2, 2, 1)), 2),
     Stage("long-2-2-2", "2,000 tokens, TP2 to TP2 + DCP2", (*LONG, *HANDOVER, *_layout(2, 2, 2)), 2),
