@@ -74,7 +74,7 @@ def speculation(
 @GATES
 @RINGS
 def test_random_windows(name: str, lower_bound: float | None, flush_at: int) -> None:
-    rounds = (2 if INTERPRETED else 6) if FEW else 100
+    rounds = (2 if INTERPRETED else 4) if FEW else 100
     run = speculation(name, lower_bound=lower_bound, flush_at=flush_at)
     for _ in range(rounds):
         lengths = torch.randint(1, run.window + 1, (run.requests,), generator=run.rng).tolist()
@@ -129,7 +129,7 @@ def test_zero_accepted_padding_and_poison(name: str, flush_at: int) -> None:
 @pytest.mark.parametrize("raw_g", [30.0, -30.0])
 @RINGS
 def test_gates_at_their_extremes(name: str, lower_bound: float | None, raw_g: float, flush_at: int) -> None:
-    run = speculation(name, requests=2, lower_bound=lower_bound, flush_at=flush_at)
+    run = speculation(name, requests=1 if FEW else 2, lower_bound=lower_bound, flush_at=flush_at)
     for _ in range(2 if INTERPRETED else 8):
         assert all(o.isfinite().all() for o in run.step([8] * run.requests, raw_g=raw_g))
     run.flush(FLUSH)
