@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
+import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +85,38 @@ class LinkEvents(Protocol):
         """Return when the dispatcher wants more; the stream's flow control holds the worker back until then."""
 
 
+@types.coroutine
+def _rest(work: Coroutine[Any, Any, None], waits: Any) -> Generator[Any, Any, None]:
+    """What is left of a coroutine that waits for `waits`."""
+    while True:
+        try:
+            result = yield waits
+        except BaseException as error:
+            step = functools.partial(work.throw, error)
+        else:
+            step = functools.partial(work.send, result)
+        try:
+            waits = step()
+        except StopIteration:
+            return
+
+
+def begun(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+    """A task of `work` that runs now, up to where it first waits; others run in the event loop's next turn."""
+    loop = asyncio.get_running_loop()
+    try:
+        waits = work.send(None)
+    except StopIteration:
+        done: asyncio.Future[None] = loop.create_future()
+        done.set_result(None)
+        return done
+    except Exception as error:
+        failed: asyncio.Future[None] = loop.create_future()
+        failed.set_exception(error)
+        return failed
+    return loop.create_task(_rest(work, waits))
+
+
 class WorkerLink:
     """See the module's description. `start` and `close` frame its life."""
 
@@ -110,7 +144,8 @@ class WorkerLink:
         self.error = "not connected yet"
         self._events = events
         self._queue: deque[pb.ToWorker] = deque()
-        self._wake = asyncio.Event()
+        self._writing = False
+        """A message is on its way; what is sent meanwhile goes with the next one."""
         self._releases: list[str] = []
         self._call: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -159,7 +194,8 @@ class WorkerLink:
             self._call.cancel()
             raise LinkDown(f"{self.worker_id}: it does not read its messages")
         self._queue.append(message)
-        self._wake.set()
+        if not self._writing:
+            self._write()
 
     def abort(self, leg: int) -> None:
         """Tell the worker that a leg is not wanted any more, if it can be told."""
@@ -216,6 +252,7 @@ class WorkerLink:
     def _lost(self, reason: str) -> None:
         was_up, self.up, self.error = self.up, False, reason
         self._call = None
+        self._writing = False
         self._queue.clear()
         self._releases.clear()
         if was_up:
@@ -237,11 +274,7 @@ class WorkerLink:
             self.up, self.stalled = True, False
             log.info("%s at %s: connected", self.worker_id, self.member.address)
             self._events.link_up(self)
-            writer = asyncio.create_task(self._write(call))
-            try:
-                await self._read(call)
-            finally:
-                writer.cancel()
+            await self._read(call)
 
     def _awake(self) -> None:
         self.stalled = False
@@ -259,16 +292,24 @@ class WorkerLink:
                 f"has the reasoning parser {theirs!r}, this router {ours!r}; give both the same --reasoning-parser"
             )
 
-    async def _write(self, call: Any) -> None:
-        queue, bundles = self._queue, self.description.bundles
-        try:
-            while True:
-                while queue:
-                    await call.write(codec.bundled(queue) if bundles else queue.popleft())
-                self._wake.clear()
-                await self._wake.wait()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader reports why
+    def _write(self) -> None:
+        """Write what waits, beginning at once: the worker has a burst's first request while the others are rendered."""
+        call, queue = self._call, self._queue
+        message = codec.bundled(queue) if self.description.bundles else queue.popleft()
+        self._writing = True
+        writing = begun(call.write(message))
+        writing.add_done_callback(functools.partial(self._written, call))
+
+    def _written(self, call: Any, writing: asyncio.Future[None]) -> None:
+        failed = writing.cancelled() or writing.exception() is not None
+        if call is not self._call:
+            return  # an earlier stream's
+        if failed:
+            call.cancel()  # the reader reports why; nothing more goes out here until there is another stream
+            return
+        self._writing = False
+        if self._queue:
+            self._write()
 
     async def _read(self, call: Any) -> None:
         events = self._events

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from router.cooldown import FIRST_SECONDS, LONGEST_SECONDS, THRESHOLD, Cooldown
 from router.http_protocol import _push
 from router.placement import Facts, InvalidPlacement, local_reason, parse_override
 from router.trace import Trace, TraceRing, response_id
+from router.worker_link import begun
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,52 @@ def test_a_chunk_is_pushed_only_into_an_answer_that_is_read(changed: dict[str, A
     cycle: Any = SimpleNamespace(**{**state, **changed})
     assert _push(cycle, b"abc") == bool(written)
     assert b"".join(found) == written
+
+
+# ---- a coroutine that begins at once
+
+
+async def test_what_is_begun_runs_before_others_that_wait_for_their_turn() -> None:
+    """The control: a task's first step comes after what was ready before it."""
+    seen: list[str] = []
+
+    async def work(name: str) -> None:
+        seen.append(f"{name} begins")
+        await asyncio.sleep(0.001)
+        seen.append(f"{name} ends")
+
+    tasks = [asyncio.ensure_future(work("task")), begun(work("begun"))]
+    assert seen == ["begun begins"]
+    await asyncio.gather(*tasks)
+    assert seen[:2] == ["begun begins", "task begins"]
+    assert sorted(seen[2:]) == ["begun ends", "task ends"]
+
+
+async def test_how_a_begun_coroutine_ends() -> None:
+    async def fail(wait: bool) -> None:
+        if wait:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+        raise KeyError("x")
+
+    async def done() -> None:
+        return
+
+    cleaned: list[bool] = []
+
+    async def patient() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    for wait in (False, True):
+        with pytest.raises(KeyError):
+            await begun(fail(wait))
+    await begun(done())
+    waiting = begun(patient())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert cleaned == [True]
