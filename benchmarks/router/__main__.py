@@ -125,6 +125,7 @@ def all_sides(step_ms: float) -> dict[str, Callable[[], Any]]:
         "vllm-router": lambda: over(step_ms, lambda at: sides.peer("vllm-router", at["http"])),
         "smg": lambda: over(step_ms, lambda at: sides.peer("smg", at["http"])),
         "face one": lambda: over(step_ms, sides.face),
+        "face one, 2 processes": lambda: over(step_ms, lambda at: sides.face(at, processes=2)),
         "face two, direct": lambda: over(step_ms, lambda at: sides.face(at, "rust", direct=True)),
         "face two, one door": lambda: over(step_ms, lambda at: sides.face(at, "rust")),
         "vllm-rs alone": lambda: sides.bare_rust(step_ms),

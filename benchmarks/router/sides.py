@@ -144,7 +144,9 @@ def direct(addresses: dict[str, str]) -> Iterator[Side]:
 
 
 @contextlib.contextmanager
-def face(addresses: dict[str, str], front: str = "python", direct: bool = False) -> Iterator[Side]:
+def face(
+    addresses: dict[str, str], front: str = "python", direct: bool = False, processes: int = 1
+) -> Iterator[Side]:
     """This cluster's router over the simulator; `direct`: clients speak to its Rust front end themselves."""
     configuration: dict[str, Any] = {
         "model": str(MODEL),
@@ -153,6 +155,7 @@ def face(addresses: dict[str, str], front: str = "python", direct: bool = False)
         "max_queued": 4096,
         "token_timeout": 3600.0,  # an idle stream is no worker that hangs
         "front": front,
+        "processes": processes,
     }
     if front == "rust":
         configuration["rust_binary"] = str(rust_front())
