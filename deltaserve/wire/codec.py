@@ -94,7 +94,8 @@ def encode_add(
     """The `Add` of one leg of a request (at most one of `publish` and `load`); `sampling` from `encode_sampling`.
 
     `history`: tokens of the answer that exist already, for a request that is resumed. `traceparent`: of the span that
-    the worker's spans belong below. `work`: tokens that it counts as. The request goes by the name that the client knows it by.
+    the worker's spans belong below. `work`: tokens that it counts as. The request goes by the name that the client
+    knows it by.
     """
     return pb.Add(
         id=leg,
