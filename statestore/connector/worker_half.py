@@ -153,7 +153,8 @@ class WorkerHalf:
             if not received and not publish:
                 return set(), None
             self._received -= received
-            load = {key: self._reports.load.pop(key) for key in received}
+            # A load that ended while a step's output was put together has had its report go with that one.
+            load = {key: self._reports.load.pop(key) for key in received if key in self._reports.load}
             self._reports.publish = {}
         return received, RankReports(publish, load)
 

@@ -40,6 +40,18 @@ def test_what_succeeded_is_told_once(rank: Rank) -> None:
     assert half.take_reports() is None
 
 
+def test_a_load_that_ends_while_a_steps_output_is_put_together(rank: Rank) -> None:
+    """vLLM asks what has ended first, and for the reports a little later: a load in between goes with both."""
+    half = rank.half
+    assert half.results().finished_recving == set()
+    ended(half, {"good": GOOD}, {})
+    assert half.take_reports() == RankReports({}, {"good": [GOOD]})
+    received, reports = half.ended_well()
+    assert received == {"good"}
+    assert reports == RankReports({}, {}), "its report is on its way already"
+    assert half.ended_well() == (set(), None)
+
+
 def test_a_failed_load_alone_waits_for_the_step(rank: Rank) -> None:
     """vLLM sets back what it has counted for the request in a step's output, before it hears that the load is over."""
     ended(rank.half, {"bad": BAD}, {})
