@@ -326,6 +326,9 @@ class Dispatcher:
         for flight in list(self._books.waiting.values()):
             self._place(flight)
 
+    def early_lost(self, count: int) -> None:
+        self.metrics.early_reads.labels("dropped").inc(count)
+
     def link_down(self, link: WorkerLink, legs: list[Flight], reason: str) -> None:
         link.outstanding = link.state_bytes = 0
         self.policy.gone([link.worker_id])

@@ -71,6 +71,9 @@ class LinkEvents(Protocol):
 
     def link_up(self, link: WorkerLink) -> None: ...
     def link_down(self, link: WorkerLink, legs: list[Flight], reason: str) -> None: ...
+    def early_lost(self, count: int) -> None:
+        """So many early reads have gone with their worker's stream."""
+
     def awake(self, link: WorkerLink) -> None:
         """A worker that had stalled makes progress again."""
 
@@ -114,7 +117,11 @@ def begun(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         failed: asyncio.Future[None] = loop.create_future()
         failed.set_exception(error)
         return failed
-    return loop.create_task(_rest(work, waits))
+
+    async def rest() -> None:  # a task takes no generator from Python 3.12 on
+        await _rest(work, waits)
+
+    return loop.create_task(rest())
 
 
 class WorkerLink:
@@ -259,6 +266,7 @@ class WorkerLink:
             for flight in self.early.values():
                 flight.early = None
                 flight.spans.drop_early()
+            self._events.early_lost(len(self.early))
             self.early.clear()
             legs, self.legs = list(self.legs.values()), {}
             self._events.link_down(self, legs, reason)
