@@ -158,7 +158,7 @@ class Parent:
     def _ended(self, child: _Child) -> None:
         now = time.monotonic()
         assert child.control is not None
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # one that left a message unread resets the pair
             while True:  # its last words
                 child.control.setblocking(False)
                 word, _, rest = child.control.recv(MESSAGE_BYTES).decode().partition(" ")
@@ -170,7 +170,10 @@ class Parent:
         child.control.close()
         pid, child.pid, child.ready, child.control = child.pid, 0, False, None
         self._tally.clear(child.index)
-        self._counted.end(child.index, pid)
+        try:
+            self._counted.end(child.index, pid)
+        except OSError as error:  # its file stands for it until this works
+            log.warning("what router process %d has counted cannot be added up: %s", child.index, error)
         if now - child.began > GOOD_SECONDS:
             child.pause = FIRST_PAUSE
         child.restart_at = now + child.pause

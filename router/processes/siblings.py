@@ -8,7 +8,6 @@ itself, with what the others say within ASK_SECONDS. A process that does not ans
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -42,6 +41,8 @@ class Siblings:
         self._counted = Counted(folder)
         self._server: asyncio.Server | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._unkept = False
+        """The last counts could not be kept."""
 
     async def start(self) -> None:
         """Begin to answer."""
@@ -57,8 +58,7 @@ class Siblings:
             await asyncio.gather(self._saving, return_exceptions=True)
         if self._server is not None:
             self._server.close()
-        with contextlib.suppress(OSError):
-            self._count()
+        self._count()
 
     async def ask(self, question: str, argument: str = "") -> list[Any]:
         """What the others say, in no order; those that are away say nothing."""
@@ -72,9 +72,19 @@ class Siblings:
         return self._counted.text([self._count(), *await self.ask("metrics")], kept)
 
     def _count(self) -> dict[str, Any]:
-        """This process's metrics; what has been told to anybody is also kept, so that no sum ever falls."""
+        """This process's metrics; what has been told to anybody is also kept, so that no sum ever falls.
+
+        Where the disk takes nothing they are told all the same, and tried again with the next ones.
+        """
         found = families(self._registry)
-        self._counted.keep(self.index, found)
+        try:
+            self._counted.keep(self.index, found)
+        except OSError as error:
+            if not self._unkept:
+                log.warning("counts cannot be kept for when this process ends: %s", error)
+            self._unkept = True
+        else:
+            self._unkept = False
         return found
 
     async def _save(self) -> None:

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -20,9 +21,10 @@ from router.admission import Door, Key, KeyRing, Refused
 from router.admission.share import Share
 from router.errors import Failed
 from router.main import _listen
-from router.processes import start
+from router.processes import siblings, start
 from router.processes.merge import Counted, families, whole_health
 from router.processes.parent import Parent
+from router.processes.siblings import Siblings
 from router.processes.tally import Tally
 
 LIMITED = Key("a", concurrency=8)
@@ -199,6 +201,57 @@ def test_metrics_add_up_and_stay_when_a_process_has_ended(tmp_path: Path) -> Non
         assert after["deltaserve_router_inside"] == 1
     # Control: without what is kept the sum falls, and Prometheus would count 3 anew.
     assert values(counted.text([one], {}))["deltaserve_router_requests_total"] == 3
+
+
+async def test_a_full_disk_takes_no_metrics_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every question is answered, and what could not be kept is kept as soon as there is room."""
+    sibling = Siblings(0, 1, tmp_path, registry(3, 1, 2))
+    monkeypatch.setattr(siblings, "SAVE_SECONDS", 0.01)
+    write, tried = Counted._write, 0
+
+    def full(self: Counted, path: Path, found: object) -> None:
+        nonlocal tried
+        tried += 1
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Counted, "_write", full)
+
+    def counts() -> list[Path]:
+        return list(tmp_path.glob("counts-*"))
+
+    await sibling.start()
+    try:
+        assert values(await sibling.metrics())["deltaserve_router_requests_total"] == 3
+        seen = tried
+        await asyncio.sleep(0.1)
+        assert tried > seen, "it goes on trying"
+        assert not counts()
+        monkeypatch.setattr(Counted, "_write", write)
+        await asyncio.sleep(0.1)
+        assert counts()
+    finally:
+        await sibling.close()
+
+
+def test_a_child_that_left_a_message_unread_is_started_again(tmp_path: Path) -> None:
+    """Such a pair is reset, which is no reason to end the parent; nor is a disk that takes no counts."""
+    parent = Parent.__new__(Parent)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.send(b"adopt 1")
+    theirs.close()  # unread
+    child = SimpleNamespace(
+        index=0, control=ours, pid=os.getpid(), ready=True, error="", began=0.0, pause=0.1
+    )
+    parent._selector = SimpleNamespace(unregister=lambda control: None)  # type: ignore[assignment]
+    parent._tally = SimpleNamespace(clear=lambda index: None)  # type: ignore[assignment]
+
+    def full(index: int, pid: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    parent._counted = SimpleNamespace(end=full)  # type: ignore[assignment]
+    parent._stopping, parent._announced = True, True
+    parent._ended(child)  # type: ignore[arg-type]
+    assert (child.pid, child.control) == (0, None)
 
 
 def test_health_says_which_processes_are_away() -> None:
