@@ -258,6 +258,7 @@ class PrefillRole(Role):
             job.progress.end("committed")
         self._done(job)
         HANDOFF.published(nbytes, time.monotonic() - publication.began)
+        HANDOFF.streamed(sum(link.streamed for link in outcome.links))
         if "ended" in job.state or "late" in job.state or job.stream.closed:
             await self.release([boundary.id])
             return

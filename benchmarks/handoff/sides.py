@@ -28,7 +28,7 @@ from benchmarks.handoff.ledgers import SECONDS, LedgerLoop
 from benchmarks.handoff.shapes import SETS, Caches, Shape, World
 from benchmarks.handoff.spans import Spans, TimedPool, TimedView, recorded_proofs
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
-from statestore.connector import loading, publishing
+from statestore.connector import loading, publishing, writing
 from statestore.connector.messages import LoadJob, PublishJob, RankReport
 from statestore.pool import Pool
 
@@ -89,7 +89,7 @@ class PublishingSide(_Side):
         super().__init__(shape, pool, ledger, device)
         self._owner, self._lease, self._counter = owner, lease, 0
         self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)
-        self._recording.enter_context(recorded_proofs(publishing, self._spans))
+        self._recording.enter_context(recorded_proofs(writing, self._spans))
         self._record: BoundaryRecord | None = None
         self._computed: Future[None] = Future()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="state-write")

@@ -90,6 +90,10 @@ class HandoffMetrics:
             ["kind"],
         )
         self._bytes = counter("deltaserve_handoff_bytes_total", "state moved", ["stage"])
+        self._streamed = counter(
+            "deltaserve_handoff_streamed_bytes_total",
+            "bytes of publishes that left while the step that computed their state went on",
+        )
         self._seconds = Histogram(
             "deltaserve_handoff_seconds",
             "from a publish's begin (compute included) to its commit; of a load, its slowest rank",
@@ -121,6 +125,10 @@ class HandoffMetrics:
         """Bytes of a publish that was committed `seconds` after its request arrived."""
         self._bytes.labels(stage).inc(nbytes)
         self._seconds.labels(stage).observe(seconds)
+
+    def streamed(self, nbytes: int) -> None:
+        """So many bytes of a publish left before the step that computed them had ended."""
+        self._streamed.inc(nbytes)
 
     def loaded(self, nbytes: int, seconds: float, verified: bool = True) -> None:
         """A boundary was restored; `seconds` of its slowest rank. `verified`: no rank was told not to check."""

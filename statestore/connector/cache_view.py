@@ -119,9 +119,14 @@ class CacheView:
             return lambda layers: host.gather_heads(blocks, mine, layers, staged)
         return lambda layers: self._device.gather_heads(blocks, mine, layers, out)
 
-    def prove_heads(self, blocks: tuple[list[int], ...], out: Bytes, first: int) -> Found:
-        """`gather_heads` of as many as `out` has room for, with what the device found; needs `proves`."""
-        return self._device.prove_heads(blocks, first, out)
+    def prove_heads(
+        self, blocks: tuple[list[int], ...], out: Bytes, first: int, layers: range | None = None
+    ) -> Found:
+        """`gather_heads` of as many as `out` has room for, with what the device found; needs `proves`.
+
+        `layers`: of these only, by their place in `geometry.kda_layers`, as [heads, layers, bytes].
+        """
+        return self._device.prove_heads(blocks, first, out, layers)
 
     def check_heads(self, source: Bytes) -> tuple[Found, torch.Tensor]:
         """What the device finds in staged heads, and its copy of them for `scatter_heads`; needs `proves`."""
@@ -184,10 +189,13 @@ class CacheView:
         }
         return [by_group[group] for group, _ in self._mla]
 
-    def fence(self) -> Any:
-        """A point in the device's work after which the caches hold this step's state; None on the CPU."""
+    def fence(self, sleeps: bool = False) -> Any:
+        """A point in the device's work after which the caches hold what is in its queue now; None on the CPU.
+
+        `sleeps`: who waits for it for long does not keep a core busy.
+        """
         if self._kda[0][1].is_cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=sleeps)
             event.record()
             return event
         return None

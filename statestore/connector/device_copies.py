@@ -111,12 +111,15 @@ class DeviceCopies:
                     part.copy_(source[mine])
             target.copy_(piece, non_blocking=True)
 
-    def prove_heads(self, blocks: tuple[list[int], ...], first: int, out: Bytes) -> Found:
-        """`gather_heads` of all layers by the kernels, from head `first`, with what they found on the way."""
+    def prove_heads(
+        self, blocks: tuple[list[int], ...], first: int, out: Bytes, layers: range | None = None
+    ) -> Found:
+        """Heads from `first` by the kernels, of all layers or [heads, layers, bytes] of some, with what they found on
+        the way."""
         assert self.kernels is not None
         with self._stream():
             piece = torch.empty(out.nbytes // 8, dtype=torch.int64, device=self._device)
-            found = self.kernels.gather_heads(blocks, first, piece)
+            found = self.kernels.gather_heads(blocks, first, piece, layers)
             torch.from_numpy(out).copy_(piece.view(torch.uint8), non_blocking=True)
         return found
 

@@ -23,12 +23,31 @@ def heads_digests(found: Found, geometry: Geometry) -> list[str]:
     return [finish(total, head_bytes(geometry)) for total in found.sums]
 
 
-def heads_problem(found: Found, geometry: Geometry, first: int) -> VerificationFailed | None:
-    """What is wrong with heads of which the first is head `first`; None when nothing is."""
+class HeadSums:
+    """The digests of heads whose layers come group by group."""
+
+    def __init__(self, heads: int, geometry: Geometry) -> None:
+        self._geometry, self._totals = geometry, [0] * heads
+
+    def add(self, first: int, found: Found) -> None:
+        """What was found of some layers of head `first` and those that follow."""
+        for head, total in enumerate(found.sums, first):
+            self._totals[head] += total
+
+    def digests(self) -> tuple[str, ...]:
+        """A digest a head, once all layers have come."""
+        return tuple(finish(total, head_bytes(self._geometry)) for total in self._totals)
+
+
+def heads_problem(
+    found: Found, geometry: Geometry, first: int, layers: range | None = None
+) -> VerificationFailed | None:
+    """What is wrong with heads of which the first is head `first`; None when nothing is. `layers`: found of these."""
+    of = geometry.kda_layers if layers is None else geometry.kda_layers[layers.start : layers.stop]
 
     def where(index: int) -> str:
-        head, layer = divmod(index, len(geometry.kda_layers))
-        return f"head {first + head}, layer {geometry.kda_layers[layer]}"
+        head, layer = divmod(index, len(of))
+        return f"head {first + head}, layer {of[layer]}"
 
     if found.null is not None:
         return VerificationFailed("null_state", f"KDA state of {where(found.null)} is all zeros")

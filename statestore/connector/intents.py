@@ -95,6 +95,11 @@ class LinkOutcome:
         """Bytes that all ranks have written."""
         return sum(report.nbytes for report in self.reports)
 
+    @property
+    def streamed(self) -> int:
+        """Of them, those that left while their step still computed."""
+        return sum(report.streamed for report in self.reports)
+
     def objects(self) -> list[ObjectEntry]:
         """What lies in the pool."""
         return [entry for report in self.reports for entry in report.objects]

@@ -39,6 +39,8 @@ class PublishJob:
     """Number of the link; part of the objects' keys."""
     final: bool = True
     """False: a checkpoint, whose KDA state the reader of the boundary does not want."""
+    tokens: int = 0
+    """Of the request, in the step that the job goes out with; 0: that step does not compute its state."""
 
     @property
     def name(self) -> LinkName:
@@ -84,6 +86,8 @@ class RankReport:
     """The failure in words."""
     nbytes: int = 0
     seconds: float = 0.0
+    streamed: int = 0
+    """Of `nbytes`, what was final and went while the step still computed."""
 
 
 @dataclass

@@ -169,15 +169,18 @@ class SchedulerHalf:
                 publish = self._publish.get(key)
                 if publish is None:
                     continue
-                computed = publish.request.num_computed_tokens + tokens
+                first = publish.request.num_computed_tokens
+                computed = first + tokens
                 if publish.intent.length is not None and not publish.links.closed:
-                    publish.passes.step(computed - tokens, tokens)
-                inside = self._inside(key, computed - tokens, computed, (offers or {}).get(key, ()))
+                    publish.passes.step(first, tokens)
+                inside = self._inside(key, first, computed, (offers or {}).get(key, ()))
                 if inside is not None and (link := publish.links.passed(inside.length)) is not None:
-                    metadata.publish.append(self._publish_job(key, publish.intent, link, inside))
+                    job = self._publish_job(key, publish.intent, link, inside)
+                    metadata.publish.append(replace(job, tokens=tokens))
                 link = publish.links.due(computed, self._state_tokens)
                 if link is not None:
-                    metadata.publish.append(self._publish_job(key, publish.intent, link))
+                    job = self._publish_job(key, publish.intent, link)
+                    metadata.publish.append(replace(job, tokens=tokens))
         return metadata
 
     def _inside(self, key: str, first: int, end: int, offers: Sequence[Offer]) -> Inside | None:

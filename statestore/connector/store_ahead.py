@@ -38,9 +38,8 @@ class StreamedPuts:
     """A put of several objects: room taken first, pieces written as they come, all of them sealed together.
 
     Pieces of an object may come in any order and from several threads. They wait until there are `PUT_PIECE` bytes of
-    them; the last ones are written by the call that seals, so that what is small takes one call. Objects are written
-    beside each other. `undo` gives everything back that has not been
-    sealed, and takes away what has.
+    them, or for `flush`; the last ones are written by the call that seals, so that what is small takes one call.
+    Objects are written beside each other. `undo` gives back what has not been sealed, and takes away what has.
     """
 
     def __init__(self, pool: Pool, objects: Sequence[Reservation]) -> None:
@@ -69,10 +68,20 @@ class StreamedPuts:
             self._waiting_bytes[number] += data.nbytes
             if self._waiting_bytes[number] < PUT_PIECE:
                 return
-            if number not in self._lanes:
-                self._lanes[number] = self._start(self._objects[number])
-            self._lanes[number][1].put(self._waiting[number])
-            self._waiting[number], self._waiting_bytes[number] = [], 0
+            self._send(number)
+
+    def flush(self) -> None:
+        """What is too little for a call of its own goes all the same: what follows is some time away."""
+        with self._lock:
+            for number, waiting in enumerate(self._waiting):
+                if waiting:
+                    self._send(number)
+
+    def _send(self, number: int) -> None:
+        if number not in self._lanes:
+            self._lanes[number] = self._start(self._objects[number])
+        self._lanes[number][1].put(self._waiting[number])
+        self._waiting[number], self._waiting_bytes[number] = [], 0
 
     def seal(self) -> list[Placement]:
         """Where the objects lie, once all of them have been written. Raises what `Pool.complete` raises."""

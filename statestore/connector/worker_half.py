@@ -5,7 +5,7 @@ Every job ends with exactly one report, whatever happens in it: the report is wh
 rank's I/O threads; the engine thread only starts them and collects what has ended. A publish begins with the step that
 computes its state: room in the store is taken meanwhile. Loads have threads of their own: a request waits for its load,
 and nobody waits for a checkpoint or the end of an answer. publishing.py and loading.py have the work, checks.py what
-state must pass.
+state must pass; passing.py what of a publish may leave while the step computes (docs/layer_streams.md).
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from deltaserve.config import StoreConfig, longest_put
 from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
-from statestore.connector.describe import geometry_of
+from statestore.connector.describe import geometry_of, layer_index
 from statestore.connector.device_copies import pin
 from statestore.connector.events import emit
 from statestore.connector.intents import LinkOutcome
 from statestore.connector.loading import Loader
 from statestore.connector.messages import LinkName, LoadJob, PublishJob, RankReport, RankReports
+from statestore.connector.passing import LEAST_TOKENS, Layers, Passing, StepFailed, layer_groups
 from statestore.connector.publishing import Publisher
 from statestore.geometry import Geometry
 from statestore.pool import Pool, PoolFull, PoolMissing, PoolUnavailable, SizeMismatch
@@ -61,8 +62,11 @@ class WorkerHalf:
         self._pool: Pool | None = None
         self._publisher: Publisher | None = None
         self._loader: Loader | None = None
-        self._prepared: dict[LinkName, Future[Any]] = {}
-        """Jobs of a step that is computing; done when it has been computed."""
+        self._modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._layers: Layers | None = None
+        """None: nothing leaves before its step has ended."""
+        self._prepared: dict[LinkName, Passing] = {}
+        """Jobs of a step that is computing."""
         self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-write")
         self._reading = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-read")
         self._lock = threading.Lock()
@@ -90,38 +94,52 @@ class WorkerHalf:
         self._loader = Loader(
             self._view, self._pool, self._rank, timeout, self._extra["verify"], self._extra["damage"]
         )
+        groups = layer_groups(self._geometry, self._view.proves)
+        if len(groups) > 1:
+            layers = Layers(self._geometry, groups, partial(self._view.fence, sleeps=True))
+            try:
+                layers.install({layer_index(name): self._modules[name] for name in kv_caches})
+                self._layers = layers
+            except KeyError as error:
+                log.warning("no layer %s in the model: state leaves when its step has ended", error)
 
     # ---- engine thread
 
     def prepare_publishes(self, jobs: list[PublishJob]) -> None:
-        """The step that computes the state of these jobs begins: take room for them meanwhile; returns at once."""
+        """The step that computes the state of these jobs begins: take room for them meanwhile, and write what of it is
+        final before the rest; returns at once."""
+        streamed = [passing for passing in (self._prepare(job) for job in jobs) if passing.groups]
+        if self._layers is not None:
+            self._layers.begin(streamed)
+
+    def _prepare(self, job: PublishJob) -> Passing:
         assert self._publisher is not None
-        for job in jobs:
-            computed: Future[Any] = Future()
-            self._prepared[job.name] = computed
-            self._writing.submit(self._publish, job, partial(self._write, self._publisher.publish, computed))
+        layers = self._layers
+        streams = layers is not None and not layers.spoiled and job.tokens >= LEAST_TOKENS
+        passing = Passing(
+            _STEP_PATIENCE * self._extra["load_timeout"],
+            layers.groups if layers is not None and streams else (),
+        )
+        self._prepared[job.name] = passing
+        work = partial(
+            self._publisher.publish, computed=passing.wait_end, passing=passing if passing.groups else None
+        )
+        self._writing.submit(self._publish, job, work)
+        return passing
 
     def start_publishes(self, jobs: list[PublishJob]) -> None:
         """The step's work is in the device's queue, or done: write its state; returns at once."""
+        if self._layers is not None:
+            self._layers.end()
         if not jobs:
             return
         assert self._view is not None
-        self.prepare_publishes([job for job in jobs if job.name not in self._prepared])
+        for job in jobs:
+            if job.name not in self._prepared:
+                self._prepare(job)
         fence = self._view.fence()
         for job in jobs:
-            self._prepared.pop(job.name).set_result(fence)
-
-    def _write(
-        self,
-        publish: Callable[[PublishJob, RankReport, Callable[[], None]], None],
-        computed: Future[Any],
-        job: PublishJob,
-        report: RankReport,
-    ) -> None:
-        def wait() -> None:
-            _wait(computed.result(_STEP_PATIENCE * self._extra["load_timeout"]))
-
-        publish(job, report, wait)
+            self._prepared.pop(job.name).end(fence)
 
     def start_loads(self, jobs: list[LoadJob]) -> None:
         """Start reading; returns at once. Nothing is written before the work that is in the device's queue now has
@@ -170,8 +188,8 @@ class WorkerHalf:
         """Stop the I/O threads and leave the store."""
         for threads in (self._writing, self._reading):
             threads.shutdown(wait=False, cancel_futures=True)
-        for computed in self._prepared.values():
-            computed.cancel()
+        for passing in self._prepared.values():
+            passing.fail("the worker ends, and with it the step")
         for threads in (self._writing, self._reading):
             threads.shutdown(wait=True)
         if self._pool is not None:
@@ -238,6 +256,7 @@ def failure_kind(error: Exception) -> str:
         (PoolFull, "store_full"),
         (PoolUnavailable, "store_unavailable"),
         (TimeoutError, "timeout"),
+        (StepFailed, "step"),
     ]
     return next((name for kind, name in kinds if isinstance(error, kind)), "error")
 

@@ -119,9 +119,15 @@ class ShardKernels:
 
     # ---- KDA
 
-    def gather_heads(self, blocks: tuple[list[int], ...], first: int, staging: torch.Tensor) -> Found:
-        """Heads from `first` of every layer's block into `staging`, as many as it has room for."""
-        return self._states(GATHER, blocks, first, staging)
+    def gather_heads(
+        self, blocks: tuple[list[int], ...], first: int, staging: torch.Tensor, layers: range | None = None
+    ) -> Found:
+        """Heads from `first` of every layer's block into `staging`, as many as it has room for.
+
+        `layers`: of these layers only, numbered as the geometry has them, [heads, layers, words]; the sums of a head's
+        groups add up, and parts are counted within the group.
+        """
+        return self._states(GATHER, blocks, first, staging, layers)
 
     def scatter_heads(self, blocks: tuple[list[int], ...], first: int, staging: torch.Tensor) -> None:
         """Inverse of `gather_heads`; speculative convolution columns are left as they are."""
@@ -132,14 +138,20 @@ class ShardKernels:
         return self._states(CHECK, None, 0, staging)
 
     def _states(
-        self, mode: int, blocks: tuple[list[int], ...] | None, first: int, staging: torch.Tensor
+        self,
+        mode: int,
+        blocks: tuple[list[int], ...] | None,
+        first: int,
+        staging: torch.Tensor,
+        some: range | None = None,
     ) -> Found:
-        layers = len(self._state_groups)
-        heads = staging.numel() * 8 // head_bytes(self.geometry)
-        pages = self.pages(blocks) if blocks is not None else self._put(self._pages)
+        some = range(len(self._state_groups)) if some is None else some
+        layers = len(some)
+        heads = staging.numel() // self._head_words(layers)
+        pages = self.pages(blocks, some) if blocks is not None else self._put(self._pages)
         # One allocation: one call clears it, and one copy brings it to the host.
         found = torch.zeros(heads + -(-heads * layers // 2), dtype=torch.int64, device=self._device)
-        self.launch_states(mode, pages, first, staging, found)
+        self.launch_states(mode, pages, first, staging, found, some.start)
         if mode == SCATTER:
             return Found([])
         numbers = found.cpu().numpy()
@@ -148,24 +160,42 @@ class ShardKernels:
             numbers[:heads].tolist(), _first(flags & 1 == 0), _first(flags & 2 != 0), _first(flags & 4 != 0)
         )
 
-    def pages(self, blocks: tuple[list[int], ...]) -> torch.Tensor:
-        """Where each layer's block lies, on the device: what `launch_states` takes."""
-        ids = np.array([blocks[group][0] for group in self._state_groups])
-        return self._put(self._pages + ids[:, None] * self._page_strides)
+    def pages(self, blocks: tuple[list[int], ...], layers: range | None = None) -> torch.Tensor:
+        """Where the block of each layer (of each of `layers`) lies, on the device: what `launch_states` takes."""
+        some = slice(None) if layers is None else slice(layers.start, layers.stop)
+        ids = np.array([blocks[group][0] for group in self._state_groups[some]])
+        return self._put(self._pages[some] + ids[:, None] * self._page_strides[some])
 
     def launch_states(
-        self, mode: int, pages: torch.Tensor, first: int, staging: torch.Tensor, found: torch.Tensor
+        self,
+        mode: int,
+        pages: torch.Tensor,
+        first: int,
+        staging: torch.Tensor,
+        found: torch.Tensor,
+        low: int = 0,
     ) -> None:
-        """One launch; `pages` and `found` (zeros: sums, then flags) are on the device."""
-        grid, arguments, options = self._states_call(mode, pages, first, staging, found)
+        """One launch; `pages` and `found` (zeros: sums, then flags) are on the device; `low`: the first layer of
+        `pages`."""
+        grid, arguments, options = self._states_call(mode, pages, first, staging, found, low)
         states_kernel[grid](*arguments, **options)
 
+    def _head_words(self, layers: int) -> int:
+        """Words of one head's state of so many layers."""
+        return layers * (head_bytes(self.geometry) // len(self._state_groups)) // 8
+
     def _states_call(
-        self, mode: int, pages: torch.Tensor, first: int, staging: torch.Tensor, found: torch.Tensor
+        self,
+        mode: int,
+        pages: torch.Tensor,
+        first: int,
+        staging: torch.Tensor,
+        found: torch.Tensor,
+        low: int = 0,
     ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
         g = self.geometry
-        layers = len(self._state_groups)
-        heads = staging.numel() * 8 // head_bytes(g)
+        layers = len(pages)
+        heads = staging.numel() // self._head_words(layers)
         words = g.head_v * g.head_k * g.recurrent_bytes // 8
         key, value = g.head_k * g.conv_bytes // 8, g.head_v * g.conv_bytes // 8
         columns = g.conv_columns + g.num_spec
@@ -180,6 +210,7 @@ class ShardKernels:
             found[heads:].view(torch.int32),
             first,
             g.heads_per_rank,
+            low,
             layers,
             columns,
             *_masks(g.recurrent_dtype),

@@ -36,7 +36,9 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker_half, "geometry_of", lambda *arguments: G)
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(world_size=1), model_config=SimpleNamespace(max_model_len=LENGTH)
+            parallel_config=SimpleNamespace(world_size=1),
+            model_config=SimpleNamespace(max_model_len=LENGTH),
+            compilation_config=SimpleNamespace(static_forward_context={}),
         )
         extra: dict[str, Any] = {
             "worker_id": WORKER,

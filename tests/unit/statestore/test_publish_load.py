@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry
-from statestore.connector import publishing, store_ahead
+from statestore.connector import store_ahead, writing
 from statestore.connector.cache_view import CacheView
 from statestore.connector.checks import VerificationFailed
 from statestore.connector.loading import Loader
@@ -151,12 +151,12 @@ class Handoff:
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on two cores, and as where there are more: pieces of an object are gathered and written beside each other."""
     many = request.param == "threads"
-    monkeypatch.setattr(publishing, "LANES", 4 if many else 1)
+    monkeypatch.setattr(writing, "LANES", 4 if many else 1)
     monkeypatch.setattr(store_ahead, "WRITERS", 3 if many else 1)
     if many:
-        monkeypatch.setattr(publishing, "PUT_PIECE", 500)
-        monkeypatch.setattr(publishing, "DEVICE_PIECE", 1100)
-        monkeypatch.setattr(publishing, "HEADS_AT_ONCE", 1)
+        monkeypatch.setattr(writing, "PUT_PIECE", 500)
+        monkeypatch.setattr(writing, "DEVICE_PIECE", 1100)
+        monkeypatch.setattr(writing, "HEADS_AT_ONCE", 1)
         monkeypatch.setattr(store_ahead, "PUT_PIECE", 500)
 
 

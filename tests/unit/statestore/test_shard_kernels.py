@@ -15,7 +15,7 @@ from statestore.checksum import checksum, finish
 from statestore.connector import cache_view
 from statestore.connector.cache_view import CacheView
 from statestore.connector.device_copies import DeviceCopies
-from statestore.connector.device_proofs import RowSums
+from statestore.connector.device_proofs import HeadSums, RowSums, heads_problem
 from statestore.connector.loading import _runs
 from statestore.connector.store_ahead import PIECE
 from statestore.digest import ML64, XXH3
@@ -120,6 +120,51 @@ def test_gather_scatter_and_digests_are_the_cpus(
     # Control: a bit that is not what was gathered is another digest.
     head[-1] ^= 1
     assert view.check_heads(head)[0].sums != found.sums
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_groups_of_layers_are_parts_of_heads_and_their_sums_add_up(layout: dict[str, Any]) -> None:
+    g = geometry(tp=4, **{**SMALL, **layout})
+    world, rank = World.random(g, LENGTH), 1
+    caches = RankCaches(g, blocks_for(g, LENGTH))
+    tables = caches.tables(LENGTH)
+    caches.lay_out(world, rank, tables)
+    _, view = on_device(caches)
+    layers, size = len(g.kda_layers), head_bytes(g)
+    each = size // layers
+    sums = HeadSums(2, g)
+    for group in (range(1), range(1, layers)):
+        piece = np.zeros(2 * len(group) * each, np.uint8)
+        found = view.prove_heads(tables, piece, 0, group)
+        assert (found.null, found.not_finite, found.conv_not_finite) == (None, None, None)
+        sums.add(0, found)
+        for head, data in enumerate(piece.reshape(2, -1)):
+            whole = world.head(2 * rank + head)
+            assert data.tobytes() == whole[group.start * each : group.stop * each]
+    wanted = tuple(checksum(world.head(2 * rank + head)) for head in range(2))
+    assert sums.digests() == wanted
+    # Control: the same layers in the places of others are another digest.
+    sums = HeadSums(2, g)
+    for group in (range(1), range(1)):
+        sums.add(0, view.prove_heads(tables, np.zeros(2 * each, np.uint8), 0, group))
+    assert sums.digests() != wanted
+
+
+def test_a_null_layer_of_a_group_is_named() -> None:
+    g = geometry(tp=4, **SMALL)
+    caches = RankCaches(g, blocks_for(g, LENGTH))
+    tables = caches.tables(LENGTH)
+    caches.lay_out(World.random(g, LENGTH), 1, tables)
+    _, view = on_device(caches)
+    layers = len(g.kda_layers)
+    group = range(layers - 2, layers)
+    _, _, states = view._kda[layers - 1]
+    states[tables[view._kda[layers - 1][0]][0], 1] = 0
+    each = head_bytes(g) // layers
+    found = view.prove_heads(tables, np.zeros(2 * 2 * each, np.uint8), 0, group)
+    problem = heads_problem(found, g, 2, group)
+    assert problem is not None
+    assert str(problem) == f"KDA state of head 3, layer {g.kda_layers[-1]} is all zeros"
 
 
 def test_what_no_state_can_be_is_found_and_where() -> None:
