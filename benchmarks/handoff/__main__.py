@@ -47,6 +47,14 @@ def parser() -> argparse.ArgumentParser:
         help="where the caches are; on cuda both ranks share the first GPU (not with --cluster)",
     )
     made.add_argument(
+        "--pass-ms",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="before the clock begins, tell of the layers one after the other for so long, as a prefill pass does: "
+        "parts may leave meanwhile (docs/layer_streams.md; not with --cluster)",
+    )
+    made.add_argument(
         "--cluster",
         nargs="?",
         const="start",
@@ -85,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--{name.replace('_', '-')}: only a cluster that is started for it can be told; use --cluster without "
                 "a URL"
             )
+    if options.pass_ms < 0 or (options.pass_ms and options.cluster is not None):
+        made.error(f"--pass-ms: {options.pass_ms:g} must be at least 0, and a cluster has passes of its own")
     if options.cluster is not None and options.device != "cpu":
         made.error("--device: a cluster has its own (deltaserve up --device)")
     if options.cluster is not None:
@@ -115,7 +125,7 @@ def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
     try:
         with (
             processes.started_services() as places,
-            processes.Run(places, options.damage, options.device) as run,
+            processes.Run(places, options.damage, options.device, options.pass_ms / 1e3) as run,
         ):
             for mib in options.sizes:
                 results.append(run.size(mib, turns_of(options, mib)))
@@ -134,7 +144,11 @@ def store_path(options: argparse.Namespace) -> dict[str, Any] | None:
         import torch
 
         host["device"] = torch.cuda.get_device_name()
-    print(f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}, caches on {host['device']}\n")
+    behind = f", each handoff behind a pass of {options.pass_ms:g} ms" if options.pass_ms else ""
+    host["pass_ms"] = options.pass_ms
+    print(
+        f"{host['cpu']}, {host['cores']} cores, load {host['load'][0]:.1f}, caches on {host['device']}{behind}\n"
+    )
     print(
         table.render(
             ("GB/s", "median", "best"),

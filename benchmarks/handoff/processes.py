@@ -76,8 +76,12 @@ def started_services() -> Iterator[Places]:
 class Run:
     """Two sides that are connected; use as a context manager, then `size` once or more."""
 
-    def __init__(self, places: Places, damage: str = "none", device: str = "cpu") -> None:
+    def __init__(
+        self, places: Places, damage: str = "none", device: str = "cpu", pass_seconds: float = 0.0
+    ) -> None:
+        """`pass_seconds`: of a pass before every handoff."""
         self._places, self._damage, self._device = places, damage, device
+        self._pass_seconds = pass_seconds
         self._switch = sys.getswitchinterval()
         self._stack = contextlib.ExitStack()
 
@@ -111,7 +115,9 @@ class Run:
         shape = shape_of(mib)
         self._ask("shape", mib)
         self._bare.take(shape.parts)
-        side = PublishingSide(shape, self._pool, self._ledger, OWNER, self._lease, self._device)
+        side = PublishingSide(
+            shape, self._pool, self._ledger, OWNER, self._lease, self._device, self._pass_seconds
+        )
         result = SizeResult(mib, shape.nbytes, shape.length)
         record = b"x" * RECORD_BYTES
         try:

@@ -60,11 +60,14 @@ def shape_of(mib: int) -> Shape:
     if mib not in LAYERS:
         raise ValueError(f"sizes: {mib} MiB has no shape; use {', '.join(map(str, LAYERS))}")
     kda, mla = LAYERS[mib]
+    # As in K3 an MLA layer stands behind some KDA layers.
+    layers = range(kda + mla)
+    rows = tuple((number + 1) * len(layers) // mla - 1 for number in range(mla))
     geometry = Geometry(
         model_digest="be" * 16,
         quantisation="none",
-        kda_layers=tuple(range(mla, mla + kda)),
-        mla_layers=tuple(range(mla)),
+        kda_layers=tuple(layer for layer in layers if layer not in rows),
+        mla_layers=rows,
         num_heads=HEADS,
         head_k=HEAD_DIM,
         head_v=HEAD_DIM,

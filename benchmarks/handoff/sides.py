@@ -7,6 +7,9 @@ the moment at which verified state lies in the reader's cache (a decode's first 
     publisher   gather, checks, digest, put of every object; commit of the record in etcd
     reader      the committed record from etcd; get, digest, checks, scatter
 
+With `pass_seconds` the publisher's layers are told of one after the other for so long before the clock begins, as a
+prefill's are launched, and parts may leave meanwhile (docs/layer_streams.md). The pass is a clock: nothing computes.
+
 Opening the record and taking room in the store are not on that path: both run beside the compute. The name of the
 boundary goes from one side to the other over a pipe, where a cluster has its router.
 
@@ -18,8 +21,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +33,7 @@ from benchmarks.handoff.spans import Spans, TimedPool, TimedView, recorded_proof
 from statestore.boundary import BoundaryRecord, Epoch, RankEntry, boundary_id
 from statestore.connector import loading, publishing, writing
 from statestore.connector.messages import LoadJob, PublishJob, RankReport
+from statestore.connector.passing import Layers, Passing, layer_groups
 from statestore.pool import Pool
 
 
@@ -80,24 +84,50 @@ class _Side:
         self._recording.close()
 
 
+class _Pass(Passing):
+    """Says when room has been taken: the publisher waits for the state then."""
+
+    def __init__(self, room: threading.Event, groups: Sequence[range]) -> None:
+        super().__init__(SECONDS, groups)
+        self._room = room
+
+    def wait(self, mark: int) -> bool:
+        self._room.set()
+        return super().wait(mark)
+
+    def wait_end(self) -> None:
+        self._room.set()
+        super().wait_end()
+
+
 class PublishingSide(_Side):
     """A prefill rank."""
 
     def __init__(
-        self, shape: Shape, pool: Pool, ledger: LedgerLoop, owner: str, lease: int, device: str = "cpu"
+        self,
+        shape: Shape,
+        pool: Pool,
+        ledger: LedgerLoop,
+        owner: str,
+        lease: int,
+        device: str = "cpu",
+        pass_seconds: float = 0.0,
     ) -> None:
         super().__init__(shape, pool, ledger, device)
+        self._pass_seconds = pass_seconds
+        groups = layer_groups(shape.geometry, self._view.proves) if pass_seconds else ()
+        self._layers = Layers(shape.geometry, groups, self._view.fence) if len(groups) > 1 else None
+        self._passing = Passing(SECONDS)
         self._owner, self._lease, self._counter = owner, lease, 0
         self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)
         self._recording.enter_context(recorded_proofs(writing, self._spans))
         self._record: BoundaryRecord | None = None
-        self._computed: Future[None] = Future()
         self._io = ThreadPoolExecutor(1, thread_name_prefix="state-write")
 
     def close(self) -> None:
         """Stop recording, end the I/O thread."""
         super().close()
-        self._computed.cancel()
+        self._passing.fail("the benchmark ends")
         self._io.shutdown()
 
     def prepare(self, turn: int, segment: str) -> None:
@@ -125,12 +155,10 @@ class PublishingSide(_Side):
     def _begin(self, turn: int, segment: str) -> None:
         """What the rank's I/O thread does while the state is computed."""
         assert self._record is not None
-        record, self._report, self._computed = self._record, RankReport(0), Future()
+        record, self._report = self._record, RankReport(0)
         room = threading.Event()
-
-        def computed() -> None:
-            room.set()
-            self._computed.result(SECONDS)
+        groups = self._layers.groups if self._layers is not None else ()
+        self._passing = passing = _Pass(room, groups)
 
         job = PublishJob(
             key="bench",
@@ -141,16 +169,38 @@ class PublishingSide(_Side):
             packing_dcp=1,
             packing_interleave=1,
         )
-        self._written = self._io.submit(self._publisher.publish, job, self._report, computed)
+        self._written = self._io.submit(
+            self._publisher.publish,
+            job,
+            self._report,
+            passing.wait_end,
+            passing if passing.groups else None,
+        )
         self._written.add_done_callback(lambda written: room.set())
         room.wait(SECONDS)
+
+    def _pass(self) -> None:
+        """Tell of the layers, at the pace of a pass."""
+        layers = self._layers
+        order = range(len(self._shape.geometry.kda_layers) + len(self._shape.geometry.mla_layers))
+        if layers is not None:
+            layers.begin([self._passing])
+        began = time.monotonic()
+        for place in order:
+            time.sleep(max(0.0, began + self._pass_seconds * (place + 1) / len(order) - time.monotonic()))
+            if layers is not None:
+                layers.passed(place)
+        if layers is not None:
+            layers.end()
 
     def publish(self, tell: Callable[[BoundaryRecord], None] = lambda record: None) -> Published:
         """From state in the cache to a committed record. `tell` is called with it when the commit begins."""
         assert self._record is not None
         record, report = self._record, self._report
+        if self._pass_seconds:
+            self._pass()
         began = time.monotonic()
-        self._computed.set_result(None)
+        self._passing.end(self._view.fence())
         self._written.result()
         written = time.monotonic()
         with self._spans.span("commit"):
