@@ -65,6 +65,8 @@ class WorkerHalf:
         self._modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self._layers: Layers | None = None
         """None: nothing leaves before its step has ended."""
+        self._streamed = False
+        """A publish has left in parts, and the log says so."""
         self._prepared: dict[LinkName, Passing] = {}
         """Jobs of a step that is computing."""
         self._writing = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="state-write")
@@ -199,6 +201,12 @@ class WorkerHalf:
 
     def _publish(self, job: PublishJob, work: Callable[[Any, RankReport], None]) -> None:
         report = self._report(job, work)
+        if report.streamed and not self._streamed:
+            self._streamed = True
+            log.info(
+                "rank %d: %d of %d bytes of %s left while its step computed",
+                *(self._rank, report.streamed, report.nbytes, job.name),
+            )
         if self._alone and job.final and not report.failure:
             # The engine takes reports when a step ends, and the next one may be another prompt's long prefill.
             link = LinkOutcome(job.link, job.base, job.length, (report,))
