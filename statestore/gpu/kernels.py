@@ -54,7 +54,7 @@ def _bad(words, exponents, carries, signs):
 # Nothing is specialised by sizes, or by where small tables happen to lie: kernels are compiled when a worker starts,
 # never under a request.
 @triton.jit(
-    do_not_specialize=["first", "heads", "low", "layers", "columns"],
+    do_not_specialize=["first", "heads", "begin", "layers", "columns"],
     do_not_specialize_on_alignment=["flags", "sums", "pages"],
 )
 def states_kernel(
@@ -66,7 +66,7 @@ def states_kernel(
     flags,  # int32 [heads, layers]
     first,  # head of the rank that staging begins with
     heads,  # of the rank
-    low,  # of a head's layers the one that staging begins with
+    begin,  # of a head's layers the one that staging begins with
     layers,  # of staging
     columns,  # of the convolution state, speculative ones included
     exponents,
@@ -98,7 +98,7 @@ def states_kernel(
     target = unit.to(tl.int64) * (WORDS + CONV)
     if EVEN:
         target = tl.multiple_of(target, 2)
-    place = (low + layer) * (WORDS + CONV)
+    place = (begin + layer) * (WORDS + CONV)
     if block < BLOCKS:
         page = tl.load(pages + layer * 2 + 1) + (first + head).to(tl.int64) * WORDS
         if EVEN:
