@@ -116,7 +116,7 @@ class PublishingSide(_Side):
         super().__init__(shape, pool, ledger, device)
         self._pass_seconds = pass_seconds
         groups = layer_groups(shape.geometry, self._view.proves) if pass_seconds else ()
-        self._layers = Layers(shape.geometry, groups, self._view.fence) if len(groups) > 1 else None
+        self._layers = Layers(shape.geometry, groups, self._view.fence) if groups else None
         self._passing = Passing(SECONDS)
         self._owner, self._lease, self._counter = owner, lease, 0
         self._publisher = publishing.Publisher(self._view, self._pool, 0, SECONDS)

@@ -25,7 +25,7 @@ from statestore.reshard import head_bytes
 log = logging.getLogger(__name__)
 
 GROUPS_VARIABLE = "DELTASERVE_LAYER_GROUPS"
-"""Most groups of KDA layers that leave by themselves; 1: none does before the step has ended."""
+"""Groups of KDA layers that leave by themselves; 1: nothing leaves before its step has ended."""
 
 MOST_GROUPS = 4
 LEAST_FRAGMENT = 256 << 10
@@ -41,7 +41,8 @@ class StepFailed(RuntimeError):
 
 
 def layer_groups(geometry: Geometry, device_proves: bool) -> tuple[range, ...]:
-    """KDA layers, by their place in `geometry.kda_layers`, that leave together. One group: nothing is streamed.
+    """KDA layers, by their place in `geometry.kda_layers`, that leave together. None: nothing leaves before its step
+    has ended.
 
     `device_proves`: kernels copy the caches. Raises ValueError for a value of the variable that is not a number of at
     least 1.
@@ -54,9 +55,11 @@ def layer_groups(geometry: Geometry, device_proves: bool) -> tuple[range, ...]:
             )
         count = int(chosen)
     else:
-        count = min(MOST_GROUPS, head_bytes(geometry) // LEAST_FRAGMENT) if device_proves else 1
+        count = max(1, min(MOST_GROUPS, head_bytes(geometry) // LEAST_FRAGMENT))
     # What may be changed after its layer has run: states with drafts, folded or copied back behind the step.
-    count = 1 if geometry.num_spec else max(1, min(count, layers))
+    if geometry.num_spec or chosen == "1" or not (chosen or device_proves):
+        return ()
+    count = min(count, layers)
     edges = [layers * number // count for number in range(count + 1)]
     return tuple(range(low, high) for low, high in pairwise(edges))
 

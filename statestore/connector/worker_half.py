@@ -97,7 +97,7 @@ class WorkerHalf:
             self._view, self._pool, self._rank, timeout, self._extra["verify"], self._extra["damage"]
         )
         groups = layer_groups(self._geometry, self._view.proves)
-        if len(groups) > 1:
+        if groups:
             layers = Layers(self._geometry, groups, partial(self._view.fence, sleeps=True))
             try:
                 layers.install({layer_index(name): self._modules[name] for name in kv_caches})

@@ -37,6 +37,7 @@ class Rank:
     """A worker half over a pool in memory whose caches are computed layer by layer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: tuple[range, ...] = GROUPS) -> None:
+        """No `groups`: it writes when its step has ended."""
         monkeypatch.setattr(worker_half, "geometry_of", lambda *arguments: G)
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=1),
@@ -59,7 +60,7 @@ class Rank:
         self.half._view, self.half._pool = view, self.pool
         self.half._publisher = Publisher(view, self.pool, 0, HUNG)
         self.layers = Layers(G, groups, view.fence)
-        if len(groups) > 1:
+        if groups:
             self.half._layers = self.layers
         self.job = PublishJob("r", Epoch(7, 1), LENGTH, self.tables, "", 1, 1, tokens=LENGTH)
 
@@ -109,7 +110,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """One that writes when its step has ended."""
-    made = Rank(monkeypatch, (range(5),))
+    made = Rank(monkeypatch, ())
     for layer in ORDER:
         made.land(layer)
     made.half.prepare_publishes([made.job])
@@ -135,6 +136,24 @@ def test_parts_leave_while_the_step_computes_and_are_the_same_bytes(rank: Rank, 
     assert expected.streamed == 0
     assert report.streamed >= 4 * G.sizes.kda // 5, "the last parts may have come with the end"
     assert rank.objects() == whole.objects()
+
+
+def test_one_group_leaves_with_the_last_layer_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, whole: Rank
+) -> None:
+    whole.report()
+    rank = Rank(monkeypatch, (range(5),))
+    rank.half.prepare_publishes([rank.job])
+    for layer in ORDER[:-1]:
+        rank.compute(layer)
+    wait_until(
+        lambda: rank.written() == G.sizes.kda, HUNG, "the states are written before the last layer runs"
+    )
+    rank.compute(6)
+    rank.half.start_publishes([rank.job])
+    assert rank.report().failure == ""
+    assert rank.objects() == whole.objects()
+    rank.half.close()
 
 
 def test_control_a_layer_that_is_told_of_before_it_has_computed_is_refused(rank: Rank) -> None:
@@ -268,14 +287,16 @@ def test_hooks_tell_of_the_models_own_layers() -> None:
 @pytest.mark.parametrize(
     ("value", "proves", "changes", "groups"),
     [
-        ("", False, {}, 1),
+        ("", False, {}, 0),
         ("", True, {}, 1),  # so few bytes a head
         ("", True, {"head_k": 128, "head_v": 128, "kda_layers": tuple(range(69)), "mla_layers": (69,)}, 4),
         ("", True, {"head_k": 128, "head_v": 128, "kda_layers": tuple(range(12)), "mla_layers": (12,)}, 3),
         ("3", False, {}, 3),
         ("9", False, {}, 5),
-        ("1", True, {"head_k": 128, "head_v": 128, "kda_layers": tuple(range(69)), "mla_layers": (69,)}, 1),
-        ("3", True, {"num_spec": 2}, 1),
+        ("1", True, {"head_k": 128, "head_v": 128, "kda_layers": tuple(range(69)), "mla_layers": (69,)}, 0),
+        ("", True, {"num_spec": 2}, 0),
+        ("3", True, {"num_spec": 2}, 0),
+        ("3", True, {"kda_layers": (0,), "mla_layers": (1,)}, 1),
     ],
 )
 def test_how_many_groups(
@@ -285,7 +306,7 @@ def test_how_many_groups(
     g = replace(G, **changes)
     found = layer_groups(g, proves)
     assert len(found) == groups
-    assert [layer for group in found for layer in group] == list(range(len(g.kda_layers)))
+    assert [layer for group in found for layer in group] == (list(range(len(g.kda_layers))) if groups else [])
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
