@@ -23,7 +23,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from decode_worker.replay_ssm.gluon_prepare import send_for_state, window_vectors
+from decode_worker.replay_ssm.gluon_prepare import (
+    copy_to_shared,
+    send_for_state,
+    thread_barrier,
+    window_vectors,
+)
 
 
 @gluon.jit
@@ -65,7 +70,7 @@ def _read_rows(buffer, base, count, PADDED: gl.constexpr, K: gl.constexpr, COPY:
     rows = gl.arange(0, PADDED, layout=gl.SliceLayout(1, COPY))
     columns = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
     ptr = base + rows[:, None] * K + columns[None, :]
-    async_copy.async_copy_global_to_shared(buffer, ptr, mask=rows[:, None] < count)
+    copy_to_shared(buffer, ptr, mask=rows[:, None] < count)
 
 
 @gluon.jit
@@ -139,14 +144,14 @@ def advance_window(
         z_buf.slice(0, TP).slice(TP, TP, dim=1).store(none)
         z_buf.slice(TP, TP).slice(TP, TP, dim=1).store(gl.where(m_t[:, None] == m_c[None, :], 1.0, none))
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        thread_barrier()
         z = z_buf.permute([1, 0]).load(LB2)
         zero = gl.zeros([BV, R], gl.float32, MMA)
         for part in gl.static_range(NV):
             if STREAM and part > 0:
                 async_copy.wait_group(0)
             # Without it the compiler keeps in registers what both halves read.
-            gl.thread_barrier()
+            thread_barrier()
             v_s = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, LA))
             v_acc = part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, MMA))
             ss = s_buf.index(part % RESIDENT)
@@ -157,7 +162,7 @@ def advance_window(
             s3 = ss.slice(3 * C, C, dim=1).load(LA) * kk.slice(3 * C, C, dim=1).load(LA)
             if STREAM and part + 1 < NV:
                 # Every warp holds its rows: the next ones may come.
-                gl.thread_barrier()
+                thread_barrier()
                 send_for_state(ss, state + slot * s_state, h, part + 1, K, BV, COPY)
                 async_copy.commit_group()
             for j in gl.static_range(MOST):

@@ -15,6 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+# Newer Tritons have them under other names.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+copy_to_shared = (
+    async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+)
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -109,7 +115,7 @@ def send_for_state(buffer, state, h, part, K: gl.constexpr, BV: gl.constexpr, CO
     """Ask for rows ``part`` * BV and following of head ``h`` of the slot ``state``."""
     rows = h * K + part * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, COPY))
     columns = gl.arange(0, K, layout=gl.SliceLayout(0, COPY))
-    async_copy.async_copy_global_to_shared(buffer, state + rows[:, None] * K + columns[None, :])
+    copy_to_shared(buffer, state + rows[:, None] * K + columns[None, :])
 
 
 @gluon.jit
@@ -180,7 +186,7 @@ def window_vectors(
     v_kept = gl.load(kept_ptr + 2 * c_part, mask=kept, other=0.0)
 
     # Every warp has read the cache; now its columns: what stays of the history, then the window.
-    gl.thread_barrier()
+    thread_barrier()
     for part in gl.static_range(RESIDENT):
         send_for_state(s_buf.index(part), state + slot * s_state, h, part, K, BV, COPY)
     async_copy.commit_group()
