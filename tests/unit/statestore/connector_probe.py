@@ -293,9 +293,9 @@ def held(probe: Probe, prompt: list[int], fillers: list[list[int]], pinned: bool
     publish = Publisher.publish
     pin = Pins.pin
 
-    def wait(self: Any, job: Any, report: Any, *computed: Any) -> None:
+    def wait(self: Any, job: Any, report: Any, **steps: Any) -> None:
         gate.wait(120)
-        publish(self, job, report, *computed)
+        publish(self, job, report, **steps)
 
     def pin_nothing(self: Any, name: Any, request_id: str, spans: Any) -> None:
         self._blocks[name] = []
