@@ -15,10 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-# Newer Tritons have them under other names.
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Tritons after 3.6 have them under other names.
+_OLD = hasattr(gl, "thread_barrier")
+thread_barrier = gl.thread_barrier if _OLD else gl.barrier
 copy_to_shared = (
-    async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+    async_copy.async_load
+    if not _OLD and hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
 )
 
 LOG2_E = gl.constexpr(1.4426950408889634)
