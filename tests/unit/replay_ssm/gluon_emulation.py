@@ -176,7 +176,7 @@ class Language:
 
     # The module ``async_copy``.
 
-    def async_copy_global_to_shared(self, buffer: Shared, at: Pointer, mask: Tensor | None = None) -> None:
+    def copy_to_shared(self, buffer: Shared, at: Pointer, mask: Tensor | None = None) -> None:
         live = torch.ones((), dtype=torch.bool) if mask is None else mask
         address, live = torch.broadcast_tensors(at.address, live)
         assert address.shape == buffer.view.shape
@@ -203,6 +203,8 @@ class Emulated:
         shared: dict[str, Any] = {
             "gl": self.language,
             "async_copy": self.language,
+            "thread_barrier": self.language.thread_barrier,
+            "copy_to_shared": self.language.copy_to_shared,
             "mma_v2": _product,
             "LOG2_E": 1.4426950408889634,
             "_head": _head,
